@@ -1,0 +1,180 @@
+"""Everything gradwire raises, by who has to act next.
+
+::
+
+    GradwireError
+      UsageError             your program: raised before a byte is sent
+        UnsupportedTensorError, DtypeError, UnknownTargetError, ClosedError, ForkedError
+      ProtocolError          the two ends do not understand each other
+        VersionMismatchError
+      TransportError         the way between them: ConnectError, DeadlineError, MemoryExhaustedError
+      WorkerError            the worker process: WorkerStartError, WorkerDiedError, ResidualLostError
+      RemoteError            the user's code in the worker raised
+
+Each class says in ``retry_safe`` whether the call may simply be made again: True means that the
+remote function certainly did not run because of this call.
+"""
+
+from __future__ import annotations
+
+import builtins
+from functools import lru_cache
+
+__all__ = [
+    "ClosedError",
+    "ConnectError",
+    "DeadlineError",
+    "DtypeError",
+    "ForkedError",
+    "GradwireError",
+    "MemoryExhaustedError",
+    "ProtocolError",
+    "RemoteError",
+    "ResidualLostError",
+    "TransportError",
+    "UnknownTargetError",
+    "UnsupportedTensorError",
+    "UsageError",
+    "VersionMismatchError",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerStartError",
+    "remote_error",
+]
+
+
+class GradwireError(Exception):
+    """The root of everything gradwire raises on its own account."""
+
+    retry_safe = False
+
+
+class UsageError(GradwireError):
+    """The call cannot be made as written; nothing was sent. Change the call."""
+
+    retry_safe = True
+
+
+class UnsupportedTensorError(UsageError, TypeError):
+    """A value that cannot cross the boundary (object, string, sparse, quantised, ...)."""
+
+
+class DtypeError(UsageError, TypeError):
+    """A dtype the other side would have to narrow. Convert it yourself, or allow it there."""
+
+
+class UnknownTargetError(UsageError, LookupError):
+    """The target named by ``"pkg.mod:attr"`` or ``"file.py:attr"`` is not there."""
+
+
+class ClosedError(UsageError):
+    """The bridge or worker was closed. Make a new one."""
+
+
+class ForkedError(UsageError):
+    """A proxy was used in a forked child. Open a bridge of its own in the child."""
+
+
+class ProtocolError(GradwireError):
+    """A message or header that breaks the protocol; it was refused and nothing was executed."""
+
+
+class VersionMismatchError(ProtocolError):
+    """The two ends speak different versions of the protocol."""
+
+
+class TransportError(GradwireError):
+    """The message or its tensors could not be carried."""
+
+
+class ConnectError(TransportError, ConnectionError):
+    """No broker or worker answers at the address."""
+
+    retry_safe = True
+
+
+class DeadlineError(TransportError, TimeoutError):
+    """The deadline passed. The remote code may still be running; its late reply is dropped."""
+
+
+class MemoryExhaustedError(TransportError, MemoryError):
+    """Not enough shared memory; the message names needed and free bytes. Nothing was sent."""
+
+    retry_safe = True
+
+
+class WorkerError(GradwireError):
+    """Something about the worker process rather than the code in it."""
+
+
+class WorkerStartError(WorkerError):
+    """The worker never became ready; the message has command line, exit code and last output."""
+
+    retry_safe = True
+
+
+class WorkerDiedError(WorkerError):
+    """The worker process ended; the call may or may not have run.
+
+    Attributes: ``exit_code`` (int or None), ``signal`` (name such as "SIGKILL", or None),
+    ``output`` (its last lines), ``was_running`` (whether this call had been sent).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        exit_code: int | None = None,
+        signal: str | None = None,
+        output: str = "",
+        was_running: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.signal = signal
+        self.output = output
+        self.was_running = was_running
+
+
+class ResidualLostError(WorkerError):
+    """The graph a pullback needs is gone (evicted, released, or the worker restarted).
+
+    Run the forward again. ``jax.checkpoint``-like recomputation is ``options(residuals="recompute")``.
+    """
+
+
+class RemoteError(GradwireError):
+    """The user's code raised in the worker.
+
+    Where the type is one of Python's own exceptions, the error raised here is also an instance of
+    that type, so ``except ValueError`` works. Attributes: ``type_name``, ``message``,
+    ``traceback`` (the full remote traceback as text), ``worker`` (name).
+    """
+
+    type_name = "Exception"
+    message = ""
+    traceback = ""
+    worker = ""
+
+    def __str__(self) -> str:
+        where = f" in worker {self.worker!r}" if self.worker else ""
+        text = f"{self.type_name}: {self.message}{where}"
+        return f"{text}\n\n{self.traceback}" if self.traceback else text
+
+
+@lru_cache(maxsize=None)
+def _also_builtin(type_name: str) -> type[RemoteError]:
+    base = getattr(builtins, type_name, None)
+    if not (isinstance(base, type) and issubclass(base, Exception)) or type_name.endswith("Group"):
+        return RemoteError
+    return type(f"Remote{type_name}", (RemoteError, base), {"__init__": Exception.__init__, "__str__": RemoteError.__str__})
+
+
+def remote_error(type_name: str, message: str, traceback: str, worker: str) -> RemoteError:
+    """Build what the caller sees of an exception in the worker; no received code runs."""
+    cls = _also_builtin(type_name.rpartition(".")[2] if type_name.startswith("builtins.") else type_name)
+    error = cls.__new__(cls)
+    error.args = (message,)
+    error.type_name, error.message = type_name, message
+    error.traceback, error.worker = traceback, worker
+    return error

@@ -1,0 +1,131 @@
+"""Tensor headers: DLPack's description of a tensor, and where its bytes are.
+
+On the wire a header is the msgpack array::
+
+    [place, byte_offset, loan, shape, strides, [code, bits, lanes], [device_type, device_id], flags]
+
+place
+    an integer: the sender's number of the segment the bytes are in; binary: the bytes themselves,
+    C-contiguous (small tensors, and all tensors where no memory is shared: then an index, as
+    ``[frame]``, of the message's further frames).
+byte_offset, loan
+    where in the segment the first element is; which entry of the receiver's ledger to mark when
+    the last view is gone. Both 0 for bytes that travel in the message.
+shape, strides
+    in elements; strides None means C-contiguous. Strides are never negative on the wire.
+flags
+    READ_ONLY 1, IS_COPIED 2 (DLPack's): the sender made this copy for the receiver alone and will
+    not write it while the loan lasts. Without it the bytes are passed by reference.
+
+Everything received goes through `checked_header` before any memory is looked at. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Union
+
+from gradwire_wire.dtypes import DType, checked_dtype
+from gradwire_wire.errors import ProtocolError
+
+__all__ = ["IS_COPIED", "READ_ONLY", "Header", "checked_header", "extent", "packed"]
+
+READ_ONLY, IS_COPIED = 1, 2
+MAX_NDIM = 64
+MAX_NBYTES = 1 << 46
+CPU = (1, 0)
+
+
+class Header(NamedTuple):
+    """One tensor on the wire; fields as in the head of this file."""
+
+    place: Union[int, bytes, tuple[int]]
+    byte_offset: int
+    loan: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: DType
+    device: tuple[int, int] = CPU
+    flags: int = IS_COPIED
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        return extent(self.shape, self.strides) * self.dtype.itemsize
+
+
+def extent(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
+    """Elements from the first to one past the last that a view of this shape can touch."""
+    count = 1
+    last = 1
+    for i, n in enumerate(shape):
+        count *= n
+        if strides is not None:
+            last += (n - 1) * strides[i]
+    return count if strides is None or count == 0 else last
+
+
+def packed(h: Header) -> list[Any]:
+    """The header as msgpack packs it."""
+    return [h.place, h.byte_offset, h.loan, h.shape, h.strides, h.dtype, h.device, h.flags]
+
+
+def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int = 0) -> Header:
+    """Turn what was received into a header whose every byte lies inside its segment.
+
+    raw: an unpacked msgpack value, trusted in nothing.
+    segment_nbytes: size of the sender's segment of that number; raises ProtocolError if unknown.
+    frames: how many further frames the message has.
+    """
+    if type(raw) is not list or len(raw) != 8:
+        raise ProtocolError("a tensor header must be an array of 8")
+    place, byte_offset, loan, shape, strides, dtype, device, flags = raw
+    h = Header(
+        place if type(place) is not list else _frame_of(place, frames),
+        _natural(byte_offset, "byte offset"),
+        _natural(loan, "loan"),
+        _naturals(shape, "shape"),
+        None if strides is None else _naturals(strides, "strides"),
+        checked_dtype(*dtype) if type(dtype) is list and len(dtype) == 3 else checked_dtype(dtype, 0, 0),
+        _device_of(device),
+        _natural(flags, "flags"),
+    )
+    if h.strides is not None and len(h.strides) != len(h.shape):
+        raise ProtocolError(f"{len(h.strides)} strides for {len(h.shape)} dimensions")
+    nbytes = h.nbytes
+    if nbytes > MAX_NBYTES:
+        raise ProtocolError(f"a tensor of {nbytes} bytes is more than the protocol allows")
+    if type(place) is bytes:
+        if len(place) != nbytes or h.strides is not None:
+            raise ProtocolError(f"{len(place)} bytes in a header that describes {nbytes}")
+    elif type(place) is int:
+        if place < 0 or byte_offset + nbytes > segment_nbytes(place):
+            raise ProtocolError(f"bytes {byte_offset}..{byte_offset + nbytes} lie outside segment {place}")
+        if byte_offset % min(64, h.dtype.itemsize):
+            raise ProtocolError(f"byte offset {byte_offset} is not aligned for {h.dtype.name}")
+    elif type(place) is not list:
+        raise ProtocolError(f"a header's place cannot be {type(place).__name__}")
+    return h
+
+
+def _frame_of(place: list[Any], frames: int) -> tuple[int]:
+    if len(place) != 1 or _natural(place[0], "frame") >= frames:
+        raise ProtocolError(f"frame {place!r} of a message with {frames} further frames")
+    return (place[0],)
+
+
+def _natural(x: object, what: str) -> int:
+    if type(x) is not int or x < 0 or x > MAX_NBYTES:
+        raise ProtocolError(f"{what} must be a natural number below 2**46, not {x!r:.60}")
+    return x
+
+
+def _naturals(raw: object, what: str) -> tuple[int, ...]:
+    if type(raw) is not list or len(raw) > MAX_NDIM:
+        raise ProtocolError(f"{what} must be an array of at most {MAX_NDIM} numbers")
+    return tuple(_natural(n, what) for n in raw)
+
+
+def _device_of(raw: object) -> tuple[int, int]:
+    if type(raw) is not list or len(raw) != 2 or raw != list(CPU):
+        raise ProtocolError(f"a tensor on device {raw!r:.60}: this version carries host memory only")
+    return CPU

@@ -1,0 +1,223 @@
+"""What client and worker say to each other about calls, and the tether's four sentences.
+
+A message is the msgpack array ``[kind, *fields]``; `pack` and `unpack` are each other's inverse.
+Every field of a received message has been through its checker before anybody sees it. Pure.
+docs/protocol.md holds the same tables in prose; tests/wire hold the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Union
+
+import msgpack
+
+from gradwire_wire.errors import ProtocolError
+
+__all__ = [
+    "KEEP",
+    "KEEP_NOTHING",
+    "KEEP_ROWS",
+    "PROTOCOL",
+    "Call",
+    "Done",
+    "Failed",
+    "Hello",
+    "Load",
+    "Refused",
+    "Release",
+    "Segment",
+    "Spec",
+    "State",
+    "Welcome",
+    "pack",
+    "unpack",
+]
+
+PROTOCOL = 1
+MAX_MESSAGE = 64 << 20
+KEEP_NOTHING, KEEP, KEEP_ROWS = 0, 1, 2
+ACCUMULATE, ANCHORED, EAGER, TRACED = 1, 2, 4, 8
+"""Flags of a call: pullbacks add to the module's own gradients; operand 0 is the anchor; compile=False; compile=True."""
+
+
+class Load(NamedTuple):
+    """Client: import a target and keep it. A module's factory is called with the arguments."""
+
+    call_id: int
+    kind: str  # "function" or "module"
+    target: str
+    structure: bytes
+    headers: list[Any]
+
+
+class Call(NamedTuple):
+    """Client: evaluate the derived function ``word`` of a loaded remote at the operands.
+
+    token: 0, a token, or token rows [[token, row], ...]; ``token_ops``: how many operations of the
+    word the token's forward had. ``training``: the mode the caller believes in, checked. ``released``: tokens dropped.
+    ``chain``: incarnations of the workers this call comes through.
+    """
+
+    call_id: int
+    remote: int
+    structure: bytes
+    word: Any
+    keep: int
+    token: Any
+    token_ops: int
+    training: Union[bool, None]
+    flags: int
+    seed: Union[int, None]
+    headers: list[Any]
+    released: list[int]
+    chain: list[bytes]
+
+
+class Spec(NamedTuple):
+    """Client: shapes and dtypes of the results, without running user code for real."""
+
+    call_id: int
+    remote: int
+    structure: bytes
+    training: Union[bool, None]
+    flags: int
+    avals: list[Any]  # [[shape, [code, bits, lanes]], ...]
+
+
+class State(NamedTuple):
+    """Client: a verb about a module's state (train, parameters, optimizer, step, ...)."""
+
+    call_id: int
+    remote: int
+    verb: str
+    structure: bytes
+    headers: list[Any]
+
+
+class Release(NamedTuple):
+    """Client: these tokens will not be named again. No reply."""
+
+    released: list[int]
+
+
+class Done(NamedTuple):
+    """Worker: the results. A header may be None: nothing is differentiable there.
+
+    token: of the kept forward, or 0. ``compute_ns``: time inside the user's code and its framework.
+    """
+
+    call_id: int
+    structure: bytes
+    headers: list[Any]
+    token: int
+    compute_ns: int
+
+
+class Failed(NamedTuple):
+    """Worker: no results. ``kind``: a class of gradwire_wire.errors; the rest is about RemoteError."""
+
+    call_id: int
+    kind: str
+    type_name: str
+    message: str
+    traceback: str
+
+
+class Hello(NamedTuple):
+    """Tether, client first: who I am; carries the descriptor of the ledger I write."""
+
+    protocol: int
+    token: bytes
+    client_id: bytes
+    pid: int
+
+
+class Welcome(NamedTuple):
+    """Tether, worker's answer; carries the descriptor of the ledger the worker writes."""
+
+    protocol: int
+    incarnation: bytes
+    pid: int
+
+
+class Refused(NamedTuple):
+    """Tether, worker's other answer: the error class and its message."""
+
+    kind: str
+    message: str
+
+
+class Segment(NamedTuple):
+    """Tether, either side: segment ``number`` of mine, whose descriptor comes along."""
+
+    number: int
+    nbytes: int
+
+
+KINDS: dict[int, type] = {1: Load, 2: Call, 3: Spec, 4: State, 5: Release, 16: Done, 17: Failed, 32: Hello, 33: Welcome, 34: Refused, 35: Segment}
+_CODES = {cls: code for code, cls in KINDS.items()}
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda x: type(x) is kind
+
+
+def _natural(x: Any) -> bool:
+    return type(x) is int and x >= 0
+
+
+def _naturals(x: Any) -> bool:
+    return type(x) is list and all(map(_natural, x))
+
+
+def _token(x: Any) -> bool:
+    return _natural(x) or (type(x) is list and all(type(r) is list and len(r) == 2 and _naturals(r) for r in x))
+
+
+def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: x is None or check(x)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("call_id", "remote", "keep", "token_ops", "flags", "compute_ns", "protocol", "pid", "number", "nbytes"), _natural),
+    **dict.fromkeys(("kind", "target", "verb", "type_name", "message", "traceback"), _is(str)),
+    **dict.fromkeys(("structure", "client_id", "incarnation"), _is(bytes)),
+    **dict.fromkeys(("headers", "avals", "word"), _is(list)),
+    "training": _optional(_is(bool)),
+    "seed": _optional(_natural),
+    "released": _naturals,
+    "chain": lambda x: type(x) is list and all(type(c) is bytes for c in x),
+    "token": _token,
+}
+_CHECKERS = {
+    cls: tuple(_is(bytes) if cls is Hello and name == "token" else _CHECKS[name] for name in cls._fields)  # type: ignore[attr-defined]
+    for cls in KINDS.values()
+}
+
+_unpack = msgpack.unpackb
+
+
+def pack(message: Any) -> bytes:
+    """One frame."""
+    packed: bytes = msgpack.packb((_CODES[type(message)], *message))
+    return packed
+
+
+def unpack(frame: bytes) -> Any:
+    """The message in a frame; ProtocolError for anything else. Never runs or imports what it reads."""
+    if len(frame) > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {len(frame)} bytes is longer than {MAX_MESSAGE}")
+    try:
+        raw = _unpack(frame, strict_map_key=False)
+    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+        raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from error
+    if type(raw) is not list or not raw or type(raw[0]) is not int or raw[0] not in KINDS:
+        raise ProtocolError("not a message: it must be an array that starts with a known kind")
+    cls = KINDS[raw[0]]
+    checkers = _CHECKERS[cls]
+    if len(raw) != len(checkers) + 1:
+        raise ProtocolError(f"{cls.__name__} has {len(checkers)} fields, not {len(raw) - 1}")
+    for i, check in enumerate(checkers, 1):
+        if not check(raw[i]):
+            raise ProtocolError(f"{cls.__name__}.{cls._fields[i - 1]} cannot be {raw[i]!r:.80}")  # type: ignore[attr-defined]
+    return cls(*raw[1:])

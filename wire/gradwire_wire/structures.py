@@ -1,0 +1,293 @@
+"""Argument and result trees: a *structure* (bytes) with numbered holes, and the leaves that fill them.
+
+The structure is msgpack: what does not change from call to call (containers, keywords, Python
+scalars, strings) as bytes that compare, hash and cache, while tensors are numbered in order of
+appearance. Types msgpack lacks are extension types (the table below). Nothing received is
+imported or evaluated: a namedtuple or dataclass is rebuilt with the receiver's own class where one
+of that name and those fields is loaded already, and with a stand-in of the same shape where not.
+
+=====  ===========  ================================================================
+code   meaning      payload (msgpack unless said otherwise)
+=====  ===========  ================================================================
+1      leaf         its number, from 0
+2      tuple        array of the items
+3      complex      16 bytes: real, imaginary as big-endian doubles
+4      integer      signed big-endian bytes; only what does not fit 64 bits
+5      scalar       [numpy dtype, bytes in little-endian order]
+6      namedtuple   [module, qualname, field names, values]
+7      dataclass    [module, qualname, field names, values]
+8      OrderedDict  array of [key, value]
+=====  ===========  ================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import sys
+from collections import OrderedDict
+from functools import lru_cache, partial
+from operator import itemgetter
+from typing import Any, Callable, Sequence
+
+import msgpack
+import numpy as np
+
+from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError
+
+__all__ = ["fill", "flatten", "leaf_count", "leaf_paths", "positional"]
+
+LEAF, TUPLE, COMPLEX, INTEGER, SCALAR, NAMEDTUPLE, DATACLASS, ORDEREDDICT = range(1, 9)
+MAX_DEPTH = 100
+MAX_BYTES = 16 << 20
+_SCALAR_KINDS = "biufc"
+
+
+class Leaf:
+    """Stands for a tensor where a tree is looked at without its leaves."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tuple[bytes, list[Any]]:
+    """Split a tree into its structure and its leaves, in order of appearance.
+
+    is_leaf: tells a tensor; containers and scalars are never asked about.
+    Raises UnsupportedTensorError for a value that cannot cross, naming its type and what to do.
+    """
+    leaves: list[Any] = []
+    packer = _Flattener(leaves, is_leaf)
+    try:
+        return packer.pack(tree), leaves
+    except UsageError:
+        raise
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise UsageError(f"{prefix or 'the arguments'}: this tree cannot be sent: {error}; is it nested too deeply or in itself?") from error
+    except TypeError as error:
+        raise UnsupportedTensorError(f"{prefix or 'the arguments'}: {error}") from error
+
+
+class _Flattener:
+    """One flattening: msgpack's packer calls `other` for everything it has no type for."""
+
+    __slots__ = ("depth", "is_leaf", "leaves")
+
+    def __init__(self, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> None:
+        self.leaves, self.is_leaf, self.depth = leaves, is_leaf, 0
+
+    def pack(self, tree: Any) -> bytes:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} levels")
+        packed: bytes = msgpack.packb(tree, default=self.other, strict_types=True)
+        self.depth -= 1
+        return packed
+
+    def other(self, x: Any) -> msgpack.ExtType:
+        if self.is_leaf(x):
+            self.leaves.append(x)
+            return _hole(len(self.leaves) - 1)
+        kind = type(x)
+        if kind is tuple:
+            return msgpack.ExtType(TUPLE, self.pack(list(x)))
+        if kind is complex:
+            return msgpack.ExtType(COMPLEX, struct.pack(">dd", x.real, x.imag))
+        if kind is int:
+            return msgpack.ExtType(INTEGER, x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
+        if isinstance(x, np.generic):
+            return msgpack.ExtType(SCALAR, _pack_scalar(x))
+        if kind is OrderedDict:
+            return msgpack.ExtType(ORDEREDDICT, self.pack([[k, v] for k, v in x.items()]))
+        if isinstance(x, tuple) and hasattr(kind, "_fields"):
+            return msgpack.ExtType(NAMEDTUPLE, self.pack([*_name_of(kind), list(kind._fields), list(x)]))
+        if dataclasses.is_dataclass(x) and not isinstance(x, type) or isinstance(x, _StandInDataclass):
+            names = _field_names(kind)
+            return msgpack.ExtType(DATACLASS, self.pack([*_name_of(kind), names, [getattr(x, n) for n in names]]))
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent. Trees may hold dict, list, tuple, namedtuple, "
+            "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
+            "convert it, or make it inside the worker"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _hole(index: int) -> msgpack.ExtType:
+    return msgpack.ExtType(LEAF, msgpack.packb(index))
+
+
+@lru_cache(maxsize=64)
+def positional(count: int) -> bytes:
+    """The structure of a call with ``count`` tensors as positional arguments and nothing else."""
+    return flatten([[Leaf(i) for i in range(count)], {}], lambda x: type(x) is Leaf)[0]
+
+
+def _pack_scalar(x: np.generic) -> bytes:
+    if x.dtype.kind not in _SCALAR_KINDS or x.dtype.itemsize > 16:
+        raise TypeError(f"a numpy scalar of dtype {x.dtype} cannot be sent; convert it to a Python value")
+    dtype = x.dtype.newbyteorder("<")
+    packed: bytes = msgpack.packb([dtype.str, np.asarray(x).astype(dtype).tobytes()])
+    return packed
+
+
+def _name_of(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+def _field_names(kind: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind._fields)
+
+
+def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
+    """The tree again, with ``leaves`` in its holes. Containers are new on each call."""
+    if leaf_count(structure) != len(leaves):
+        raise ProtocolError(f"{len(leaves)} leaves for a structure with {leaf_count(structure)} holes")
+    return _unpack(structure, _filler(leaves.__getitem__), 0)
+
+
+@lru_cache(maxsize=4096)
+def leaf_count(structure: bytes) -> int:
+    """How many holes a structure has. Checks it whole: ProtocolError where it is not well formed."""
+    seen: list[int] = []
+
+    def note(index: int) -> Leaf:
+        seen.append(index)
+        return Leaf(index)
+
+    _unpack(structure, _filler(note), 0)
+    if sorted(seen) != list(range(len(seen))):
+        raise ProtocolError(f"the holes of a structure are not numbered 0..n-1: {seen[:20]!r}")
+    return len(seen)
+
+
+def _unpack(packed: bytes, hook: Callable[[int, int, bytes], Any], depth: int) -> Any:
+    if depth > MAX_DEPTH or len(packed) > MAX_BYTES:
+        raise ProtocolError("a structure is nested too deeply or too long")
+    try:
+        return msgpack.unpackb(packed, ext_hook=partial(hook, depth), strict_map_key=False, raw=False)
+    except ProtocolError:
+        raise
+    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+        raise ProtocolError(f"a structure is not well formed: {type(error).__name__}: {error}") from error
+
+
+def _filler(leaf: Callable[[int], Any]) -> Callable[[int, int, bytes], Any]:
+    def hook(depth: int, code: int, payload: bytes) -> Any:
+        if code == LEAF:
+            index = msgpack.unpackb(payload)
+            if type(index) is not int or index < 0:
+                raise ProtocolError("a hole's number must be a natural number")
+            return leaf(index)
+        if code == COMPLEX:
+            return complex(*struct.unpack(">dd", payload))
+        if code == INTEGER:
+            return int.from_bytes(payload, "big", signed=True)
+        value = _unpack(payload, hook, depth + 1)
+        if not isinstance(value, list):
+            raise ProtocolError(f"extension {code} must hold an array")
+        if code == TUPLE:
+            return tuple(value)
+        if code == ORDEREDDICT:
+            return OrderedDict(value)
+        if code == SCALAR:
+            return _unpack_scalar(*value)
+        if code in (NAMEDTUPLE, DATACLASS):
+            return (_as_namedtuple if code == NAMEDTUPLE else _as_dataclass)(*value)
+        raise ProtocolError(f"unknown extension type {code}")
+
+    return hook
+
+
+def _unpack_scalar(name: str, raw: bytes) -> Any:
+    if not isinstance(name, str) or len(name) > 4 or name[1:2] not in _SCALAR_KINDS:
+        raise ProtocolError(f"bad scalar dtype {name!r}")
+    dtype = np.dtype(name)
+    if len(raw) != dtype.itemsize:
+        raise ProtocolError("a scalar's bytes do not fit its dtype")
+    return np.frombuffer(raw, dtype)[0].astype(dtype.newbyteorder("="))
+
+
+def _loaded_class(module: str, qualname: str) -> Any:
+    """The class of that name where its module is loaded already; nothing is imported."""
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def _checked_fields(module: object, qualname: object, names: object, values: object) -> None:
+    strings = [module, qualname, *(names if isinstance(names, list) else [None])]
+    if not all(isinstance(s, str) for s in strings) or not isinstance(values, list) or len(names) != len(values):  # type: ignore[arg-type]
+        raise ProtocolError("a namedtuple or dataclass must be [module, qualname, names, values]")
+    if not all(n.isidentifier() and not n.startswith("__") for n in names):  # type: ignore[attr-defined]
+        raise ProtocolError(f"bad field names {names!r}")
+
+
+def _as_namedtuple(module: str, qualname: str, names: list[str], values: list[Any]) -> Any:
+    _checked_fields(module, qualname, names, values)
+    cls = _loaded_class(module, qualname)
+    if cls is None or not issubclass(cls, tuple) or getattr(cls, "_fields", None) != tuple(names):
+        cls = _stand_in_tuple(module, qualname, tuple(names))
+    return tuple.__new__(cls, values)
+
+
+def _as_dataclass(module: str, qualname: str, names: list[str], values: list[Any]) -> Any:
+    _checked_fields(module, qualname, names, values)
+    cls = _loaded_class(module, qualname)
+    if cls is None or not dataclasses.is_dataclass(cls) or _field_names(cls) != names:
+        cls = _stand_in_dataclass(module, qualname, tuple(names))
+    made = object.__new__(cls)
+    for name, value in zip(names, values):
+        object.__setattr__(made, name, value)
+    return made
+
+
+class _StandInDataclass:
+    """A dataclass of the other side whose class is not loaded here: the same fields, nothing else."""
+
+    _fields: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._fields)})"
+
+
+@lru_cache(maxsize=1024)
+def _stand_in_tuple(module: str, qualname: str, names: tuple[str, ...]) -> type:
+    fields: dict[str, Any] = {name: property(itemgetter(i)) for i, name in enumerate(names)}
+    return type(qualname.rpartition(".")[2], (tuple,), {**fields, "_fields": names, "__module__": module, "__qualname__": qualname})
+
+
+@lru_cache(maxsize=1024)
+def _stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...]) -> type:
+    return type(qualname.rpartition(".")[2], (_StandInDataclass,), {"_fields": names, "__module__": module, "__qualname__": qualname})
+
+
+def leaf_paths(structure: bytes, argument_names: bool = True) -> list[str]:
+    """Where each leaf sits, for error messages: ``args[0]['x']``, ``scale`` (a keyword)."""
+    tree = _unpack(structure, _filler(Leaf), 0)
+    found: dict[int, str] = {}
+    if argument_names and isinstance(tree, list) and len(tree) == 2 and isinstance(tree[1], dict):
+        for i, x in enumerate(tree[0]):
+            _walk(x, f"args[{i}]", found)
+        for name, x in tree[1].items():
+            _walk(x, str(name), found)
+    else:
+        _walk(tree, "result", found)
+    return [found[i] for i in sorted(found)]
+
+
+def _walk(x: Any, path: str, found: dict[int, str]) -> None:
+    if isinstance(x, Leaf):
+        found[x.index] = path
+    elif isinstance(x, dict):
+        for k, v in x.items():
+            _walk(v, f"{path}[{k!r}]", found)
+    elif isinstance(x, (list, tuple)):
+        names = getattr(x, "_fields", None)
+        for i, v in enumerate(x):
+            _walk(v, f"{path}.{names[i]}" if names else f"{path}[{i}]", found)
+    elif dataclasses.is_dataclass(x) or isinstance(x, _StandInDataclass):
+        for name in _field_names(type(x)):
+            _walk(getattr(x, name), f"{path}.{name}", found)

@@ -1,0 +1,88 @@
+"""Words: the names of the functions derived from a remote function F.
+
+A word is a tuple of operations, applied to F from left to right. With n the number of operands so far:
+
+``('J', wrt)``
+    The tangent with respect to the operands ``wrt``. Operands: the n primals, then one tangent for
+    each of ``wrt``. Results: a tangent for each *inexact* result (exact ones have none).
+``('T', wrt, m)``
+    The pullback. Operands: the n primals, then m cotangents, one for each inexact result.
+    Results: a cotangent for each of ``wrt``, the adjoint in Re<a, b>.
+``('V', axes)``
+    The batched form. ``axes`` has one bool an operand: whether it has a leading batch axis.
+    Every result gets one.
+
+J is linear in its tangents, T in its cotangents; each is the other's transpose. Pure functions.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence, Tuple
+
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import ProtocolError
+
+__all__ = ["Word", "checked_word", "linear_count", "result_avals"]
+
+Op = Tuple  # ('J', wrt) | ('T', wrt, m) | ('V', axes)
+Word = Tuple[Op, ...]
+MAX_WORD = 16
+
+
+def linear_count(word: Word) -> int:
+    """How many trailing operands the derived function is linear in (0 for F itself and its batches)."""
+    for op in reversed(word):
+        if op[0] == "J":
+            return len(op[1])
+        if op[0] == "T":
+            return op[2]
+    return 0
+
+
+def result_avals(word: Word, avals: Sequence[Aval], base: Callable[[tuple[Aval, ...]], Sequence[Aval]]) -> list[Aval]:
+    """Shapes and dtypes of the derived function's results; ``base`` answers for F itself."""
+    if not word:
+        return list(base(tuple(avals)))
+    op = word[-1]
+    if op[0] == "J":
+        return [a for a in result_avals(word[:-1], avals[: len(avals) - len(op[1])], base) if a.dtype.is_inexact]
+    if op[0] == "T":
+        return [avals[i] for i in op[1]]
+    sizes = {a.shape[0] for a, mapped in zip(avals, op[1]) if mapped}
+    if len(sizes) != 1:
+        raise ProtocolError(f"batched operands disagree on the batch size: {sorted(sizes)}")
+    size = sizes.pop()
+    rows = [Aval(a.shape[1:], a.dtype) if mapped else a for a, mapped in zip(avals, op[1])]
+    return [Aval((size, *a.shape), a.dtype) for a in result_avals(word[:-1], rows, base)]
+
+
+def _is_indices(x: object) -> bool:
+    return isinstance(x, tuple) and all(type(i) is int and i >= 0 for i in x)
+
+
+def checked_word(raw: object, operands: int) -> Word:
+    """What a received word means, read back from ``operands`` down to F's own; else ProtocolError."""
+    word = _tuples(raw)
+    if not isinstance(word, tuple) or len(word) > MAX_WORD:
+        raise ProtocolError("a word must be a short array of operations")
+    n = operands
+    for op in reversed(word):
+        if not isinstance(op, tuple) or not op:
+            raise ProtocolError(f"bad operation {op!r} in a word")
+        if op[0] == "J" and len(op) == 2 and _is_indices(op[1]):
+            n -= len(op[1])
+        elif op[0] == "T" and len(op) == 3 and _is_indices(op[1]) and type(op[2]) is int and op[2] >= 0:
+            n -= op[2]
+        elif op[0] == "V" and len(op) == 2 and isinstance(op[1], tuple):
+            if len(op[1]) != n or not all(type(m) is bool for m in op[1]):
+                raise ProtocolError(f"bad batch axes in a word: {op!r} over {n} operands")
+            continue
+        else:
+            raise ProtocolError(f"bad operation {op!r} in a word")
+        if n < 0 or any(i >= n for i in op[1]):
+            raise ProtocolError(f"operation {op!r} names operands that are not there")
+    return word
+
+
+def _tuples(x: object) -> object:
+    return tuple(_tuples(v) for v in x) if isinstance(x, (list, tuple)) else x
