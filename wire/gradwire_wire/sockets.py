@@ -1,0 +1,92 @@
+"""The one file that touches ZeroMQ.
+
+Theory of operation. One context per process, never terminated: ``linger`` is 0 on every socket, so
+that leaving the interpreter waits for nobody (``ctx.term()`` and the default linger can each hang
+for ever). A socket is used by one thread at a time; whoever passes one on does so under the GIL or
+a lock, which is the full fence that libzmq asks for. Nothing here ever blocks without a timeout or
+sends without NOBLOCK where a peer could refuse to read.
+
+A context does not survive ``fork``: the child gets a context of its own at its next use, and the
+parent's sockets are never touched there (a child that uses them spins for ever).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import zmq
+
+from gradwire_wire.messages import MAX_MESSAGE
+
+__all__ = ["IN", "Again", "Poller", "Socket", "SocketError", "Unreachable", "bind_router", "connect_dealer", "context", "receive_nowait", "send_nowait"]
+
+IN = zmq.POLLIN
+Poller = zmq.Poller
+Socket = zmq.Socket
+SocketError = zmq.ZMQError
+Again = zmq.Again
+
+_contexts: dict[int, Any] = {}
+
+
+class Unreachable(Exception):
+    """The addressee of a ROUTER is gone, or does not read its replies: drop the message."""
+
+
+def context() -> Any:
+    """This process's context (made at the first use in the process)."""
+    pid = os.getpid()
+    made = _contexts.get(pid)
+    if made is None:
+        made = zmq.Context()
+        made.linger = 0
+        made.set(zmq.MAX_SOCKETS, 16384)
+        _contexts[pid] = made
+    return made
+
+
+def bind_router(address: str) -> Any:
+    """A bound ROUTER that refuses unroutable messages and bounds the queue of each client."""
+    socket = context().socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, 10000)
+    socket.bind(address)
+    return socket
+
+
+def connect_dealer(address: str, identity: bytes, receive_timeout_ms: int = -1) -> Any:
+    """A connected DEALER under an identity of its own; receives wait at most ``receive_timeout_ms``."""
+    socket = context().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RCVTIMEO, receive_timeout_ms)
+    socket.connect(address)
+    return socket
+
+
+def send_nowait(socket: Any, frames: list[Any]) -> None:
+    """Send without ever blocking; Unreachable where the peer is gone or its queue is full."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.Again as error:
+        raise Unreachable("the peer does not read its messages") from error
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            raise Unreachable("the peer is gone") from error
+        raise
+
+
+def receive_nowait(socket: Any) -> list[bytes] | None:
+    """The next message's frames, or None where there is none."""
+    try:
+        frames: list[bytes] = socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+    return frames
