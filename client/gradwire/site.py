@@ -1,0 +1,60 @@
+"""Everything fixed about a call: what caches, traces and plans are keyed by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gradwire_wire import messages
+from gradwire_wire.carriers import Aval, Carrier
+
+__all__ = ["Outcome", "Site", "SpecResult"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call without its tensors: hashable, comparable, the same for every call of one place.
+
+    structure: the argument tree (``fill(structure, leaves) == [args, kwargs]``).
+    training: the module's mode as the caller knows it, checked by the worker; None for functions.
+    accumulate: pullbacks add to the module's own, worker-owned gradients.
+    anchored: operand 0 is the anchor, a float32 scalar that the target never sees; its gradient is 0.
+    stateful: must happen exactly as often and in the order written.
+    """
+
+    structure: bytes
+    training: bool | None = None
+    accumulate: bool = False
+    anchored: bool = False
+    stateful: bool = False
+    seed: int | None = None
+    compile: bool | None = None
+    timeout_s: float | None = None
+    residuals: str = "keep"
+    vmap: str = "batch"
+    out_spec: SpecResult | None = None
+
+    @property
+    def flags(self) -> int:
+        """The flags of the messages this site sends."""
+        flags = messages.ACCUMULATE * self.accumulate | messages.ANCHORED * self.anchored
+        return flags if self.compile is None else flags | (messages.TRACED if self.compile else messages.EAGER)
+
+
+class SpecResult(NamedTuple):
+    """Shapes and dtypes of the results, in order, and the result tree they go into."""
+
+    avals: tuple[Aval, ...]
+    structure: bytes
+
+
+class Outcome(NamedTuple):
+    """What a call brought back.
+
+    carriers: leased views or copies, plain numpy memory that stays valid while it is alive; None in a
+    pullback where the operand is not used. ``token``: of the kept forward, or 0.
+    """
+
+    carriers: list[Carrier | None]
+    structure: bytes
+    token: int

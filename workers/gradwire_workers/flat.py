@@ -1,0 +1,32 @@
+"""The user's callable as a function of its tensor operands alone, under any framework's tracing."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import numpy as np
+
+from gradwire_wire.structures import fill, flatten
+from gradwire_workers.program import WorkerSite
+
+__all__ = ["Flat"]
+
+
+class Flat:
+    """Calls ``target(*args, **kwargs)`` with the operands put into the site's argument tree.
+
+    Results come back flat; ``structure`` is the result tree of the latest run or trace. numpy arrays
+    in a result are leaves too: the framework's file converts them.
+    """
+
+    def __init__(self, target: Callable[..., Any], site: WorkerSite, is_tensor: Callable[[Any], bool]) -> None:
+        self._target, self._site, self._is_tensor = target, site, is_tensor
+        self.structure = b""
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        args, kwargs = fill(self._site.structure, operands[1:] if self._site.anchored else operands)
+        self.structure, leaves = flatten(self._target(*args, **kwargs), self._is_leaf, "the result")
+        return tuple(leaves)
+
+    def _is_leaf(self, x: Any) -> bool:
+        return isinstance(x, np.ndarray) or self._is_tensor(x)

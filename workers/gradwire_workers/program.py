@@ -1,0 +1,139 @@
+"""What the desk asks of a loaded target: the contract every worker framework's file fulfils.
+
+A framework's file (``torch.py``, ``jax.py``, ``tensorflow.py``, ``numpy.py``) has the module-level
+names of `Engine` and returns objects that fulfil `Program` and `Residual`. The desk knows nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Sequence
+
+import numpy as np
+
+from gradwire_wire.carriers import Aval
+
+__all__ = ["Engine", "Optimizer", "Program", "Residual", "Result", "WorkerSite"]
+
+
+@dataclass(frozen=True)
+class WorkerSite:
+    """Everything fixed about a call, hashable: programs cache what they compile by it.
+
+    structure: the argument tree. ``training``: the module's mode, already checked.
+    accumulate: pullbacks add to the module's own gradients. ``anchored``: operand 0 is the anchor,
+    a float32 scalar that the target never sees. ``compile``: None is "auto".
+    """
+
+    structure: bytes
+    training: bool | None = None
+    accumulate: bool = False
+    anchored: bool = False
+    seed: int | None = None
+    compile: bool | None = None
+
+
+class Result(NamedTuple):
+    """Flat results; ``structure`` is the result tree of F itself (empty for derived functions)."""
+
+    tensors: Sequence[Any]
+    structure: bytes = b""
+
+
+class Residual(Protocol):
+    """A kept forward: whatever its derivatives need. Dropped by the desk when its token is released."""
+
+    nbytes: int
+
+    def derive(
+        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], Residual | None]:
+        """The pullback ``('T', wrt, n)`` or the tangent ``('J', wrt)`` of the kept forward at ``linear``.
+
+        Any number of times. None in a pullback's results: that operand is not used. ``keep``: return
+        the residual of this derivative as well. ``accumulate``: add parameter gradients to the module's own.
+        """
+
+    def derive_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
+    ) -> list[Any] | None:
+        """The same for a batch of kept rows; None where it does not apply and must be computed afresh."""
+
+
+class Optimizer(Protocol):
+    """An optimizer of the worker's framework over a module's parameters."""
+
+    def step(self) -> None:
+        """Apply the accumulated gradients; UsageError where none were."""
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients."""
+
+
+class Program(Protocol):
+    """A loaded target. Tensors are the framework's own; operands may be kept, results must be ready."""
+
+    is_module: bool
+    training: bool | None
+    generation: int
+
+    def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
+        """Evaluate the derived function ``word`` and keep nothing."""
+
+    def keep(
+        self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
+    ) -> tuple[Result, Residual]:
+        """Evaluate ``word`` and keep what its derivatives need."""
+
+    def keep_rows(
+        self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
+    ) -> tuple[Result, Residual]:
+        """Evaluate the batch ``(('V', axes),)`` so that each row can be differentiated on its own."""
+
+    def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
+        """Result shapes, dtypes and structure; never a real run, never a change of the module."""
+
+    def train(self, mode: bool) -> None:
+        """Set the module's mode for the calls that follow."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Trainable tensors by name."""
+
+    def buffers(self) -> dict[str, Any]:
+        """The rest of the state by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the state by name."""
+
+    def load_state_dict(self, state: dict[str, np.ndarray], strict: bool = True) -> None:
+        """Replace the state, all or nothing; UsageError names what is missing, unexpected or misshapen."""
+
+    def grads(self) -> dict[str, Any]:
+        """Accumulated gradients by parameter name, None where there are none yet."""
+
+    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> Optimizer:
+        """An optimizer made by calling ``target`` on the trainable parameters."""
+
+
+class Engine(Protocol):
+    """The module-level names of a framework's file."""
+
+    NAME: str
+
+    def prepare(self, threads: int | None, x64: bool | None, device: str | None) -> None:
+        """Configure the framework; called once, right after it was imported."""
+
+    def facts(self) -> dict[str, Any]:
+        """``framework``, ``version``, ``devices``, ``threads``: what ``worker.info`` shows."""
+
+    def program(self, obj: Any, *, is_module: bool) -> Program:
+        """Take a loaded target under management."""
+
+    def is_tensor(self, x: Any) -> bool:
+        """As in `gradwire_wire.tensors.TensorFamily`; also ``export``, ``adopt`` and ``aval``."""
+
+    def export(self, x: Any) -> Any:
+        """See `gradwire_wire.tensors.TensorFamily`."""
+
+    def adopt(self, carrier: Any) -> Any:
+        """See `gradwire_wire.tensors.TensorFamily`."""
