@@ -1,0 +1,90 @@
+# Two commands on a fresh machine with Python 3.11+ and make:  make demo   and   make test.
+# Each sets up what it needs first, and is quick when nothing has changed.
+#
+#   make setup    every environment            make demo     train through three frameworks, three processes
+#   make check    format, lint, types, layers, fast tests    (under 90 s)
+#   make test     every test                                 (under 12 min on 2 cores)
+#   make bench    what the boundary costs on this machine
+#   make format   rewrite the sources as `make check` wants them
+#   make clean    remove everything that these targets made
+#
+# `make setup PYTHON=python3.12` uses another interpreter; `make setup PIP_FLAGS=` shows all that pip says.
+
+PYTHON    ?= python3
+PIP_FLAGS ?= -q -q
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check lint bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+# ---- Environments --------------------------------------------------------------------------------------------------
+# An environment is done when its stamp is there, and the stamp is written last: a half-built one is started afresh.
+# `requirements` follows environments/NAME.txt (a change rebuilds from nothing, so that nothing is left over);
+# `project` follows pyproject.toml (gradwire is installed editable: its sources need no reinstall).
+
+setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo
+
+.venv:            .venv/.stamp-project
+.envs/demo:       .envs/demo/.stamp-project
+.envs/torch:      .envs/torch/.stamp-requirements
+.envs/tensorflow: .envs/tensorflow/.stamp-requirements
+.envs/jax:        .envs/jax/.stamp-requirements
+
+.venv/.stamp-requirements: environments/dev.txt
+	$(call build_environment,.venv,$<)
+
+.envs/%/.stamp-requirements: environments/%.txt
+	$(call build_environment,.envs/$*,$<)
+
+%/.stamp-project: %/.stamp-requirements pyproject.toml
+	@echo "make: installing gradwire into $* (editable)"
+	@$*/bin/python -m pip install $(PIP_FLAGS) --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+.PRECIOUS: .envs/%/.stamp-requirements
+
+# $(call build_environment,FOLDER,REQUIREMENTS)
+define build_environment
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null || { \
+  echo "make: needs Python 3.11, 3.12 or 3.13 (TensorFlow, as pinned, has no build for others)," \
+       "and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
+       "Name another interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+@echo "make: building $(1) from $(2) (minutes, once)"
+@rm -rf $(1)
+@$(PYTHON) -m venv $(1)
+@$(1)/bin/python -m pip install $(PIP_FLAGS) --disable-pip-version-check --requirement $(2)
+@touch $@
+endef
+
+# ---- What one does with them ---------------------------------------------------------------------------------------
+
+demo: .envs/demo .envs/torch .envs/tensorflow
+	@.envs/demo/bin/python examples/digits/train.py
+
+test: setup
+	.venv/bin/python -m pytest tests
+
+check: lint
+	.venv/bin/python -m pytest -m "not slow" tests/wire tests/unit
+
+# vermin: what a worker runs must run on Python 3.9, which ruff and mypy hold it to in syntax only.
+lint: .venv
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+	.venv/bin/vermin --quiet --no-tips --target=3.9- wire workers
+
+bench: setup
+	.venv/bin/python benchmarks/roundtrip.py
+
+format: .venv
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean:
+	rm -rf .venv .envs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
