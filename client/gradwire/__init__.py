@@ -1,0 +1,1 @@
+"""Call a model of another process, environment and framework as a local function, gradients included."""
