@@ -1,0 +1,141 @@
+"""What every test may use, and what none may leave behind.
+
+The session ends with an error if a process, a descriptor, a mapping or a runtime directory of gradwire
+outlives the tests. The processes are found by a mark in their environment, which a worker inherits however
+far it is removed from this process; what belongs to another session on the same machine is not counted.
+`tests/unit/test_leak_check.py` shows that the check can fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A slow machine must not turn a property into a failure; what may not take long has a timeout of its own.
+settings.register_profile("gradwire", deadline=None)
+settings.load_profile("gradwire")
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+# ---- Interpreters of the workers' environments ---------------------------------------------------------------------
+
+
+def _environment_python(name: str) -> Path:
+    python = ROOT / ".envs" / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"the environment .envs/{name} is not built: run `make setup`")
+    return python
+
+
+@pytest.fixture(scope="session")
+def torch_python() -> Path:
+    """The interpreter of the environment that has PyTorch, and neither gradwire nor another framework."""
+    return _environment_python("torch")
+
+
+@pytest.fixture(scope="session")
+def tensorflow_python() -> Path:
+    """The interpreter of the environment that has TensorFlow and Keras, and nothing else of the three."""
+    return _environment_python("tensorflow")
+
+
+@pytest.fixture(scope="session")
+def jax_python() -> Path:
+    """The interpreter of the environment that has JAX, and nothing else of the three."""
+    return _environment_python("jax")
+
+
+# ---- Nothing stays behind ------------------------------------------------------------------------------------------
+
+LEAVING_S = 5.0  # DESIGN: after the owner is gone, nothing remains after this long
+MARK = "GRADWIRE_TEST_SESSION"
+
+# The kinds of descriptor that gradwire opens. (libzmq's context is never terminated and keeps its eventfds and
+# epolls, and frameworks keep files of their own: these are not counted.)
+_DESCRIPTORS = re.compile(r"socket:|pipe:|/memfd:gradwire|anon_inode:\[pidfd\]")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """Fail the session if something that started during it is still there `LEAVING_S` after its last test."""
+    if not Path("/proc/self/fd").is_dir():
+        yield
+        return
+    mark = uuid.uuid4().hex
+    # Short, for a socket's path must fit into 107 bytes; and private, for other sessions make directories too.
+    runtime_root = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))
+    before = _descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, mark)
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime_root))
+        yield
+    try:
+        left = _wait_nothing_left(mark, runtime_root, before)
+    finally:
+        shutil.rmtree(runtime_root, ignore_errors=True)
+    if left:
+        pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _wait_nothing_left(mark: str, runtime_root: Path, before: set[str]) -> list[str]:
+    """What is left, once nothing is or the time is up."""
+    deadline = time.monotonic() + LEAVING_S
+    while True:
+        gc.collect()
+        left = [
+            *(f"process {process}" for process in _processes(mark)),
+            *(f"runtime directory {path}" for path in runtime_root.iterdir()),
+            *(f"descriptor {name}" for name in sorted(_descriptors() - before)),
+            *(f"mapping {line}" for line in _mappings()),
+        ]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+def _processes(mark: str) -> list[str]:
+    """Processes that carry the mark, and children of this one that do not (a zombie has no environment)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes()
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # another user's, or gone by now
+        if int(folder.name) != os.getpid() and (marked or int(parent) == os.getpid()):
+            found.append(f"{folder.name} ({state}) {command[:200]}")
+    return found
+
+
+def _descriptors() -> set[str]:
+    """Number and target of this process's descriptors of the kinds that gradwire opens."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if _DESCRIPTORS.match(target):
+            found.add(f"{link.name} -> {target}")
+    return found
+
+
+def _mappings() -> list[str]:
+    """Segments of gradwire that are still mapped into this process."""
+    with open("/proc/self/maps") as maps:
+        return [line.strip() for line in maps if "memfd:gradwire" in line]
