@@ -1,0 +1,122 @@
+"""numpy's arrays. See `gradwire_wire.tensors.TensorFamily` for what each function promises.
+
+bfloat16 and the float8 kinds are arrays of the package ml_dtypes, which is imported when such a
+tensor arrives. Numpy scalars are no tensors: they travel inside the argument tree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import BOOL, BY_NAME, DType, dtype_named
+from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+
+__all__ = ["NAME", "adopt", "aval", "export", "is_tensor"]
+
+NAME = "numpy"
+
+
+class _Kind(NamedTuple):
+    """What becomes of arrays of one numpy dtype: first the native byte order, then the carrier's dtype."""
+
+    wire: DType
+    native: np.dtype
+    carrier: np.dtype
+
+
+_PLAIN = {
+    np.dtype(name): _Kind(wire, np.dtype(name), np.dtype(name))
+    for name, wire in BY_NAME.items()
+    if wire.carrier == name
+}
+_UINT8 = np.dtype("uint8")
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, np.ndarray)
+
+
+def export(x: Any) -> Carrier:
+    kind = _PLAIN.get(x.dtype) or _other_kind(x.dtype)
+    array = x if type(x) is np.ndarray else _plain(x)
+    if array.dtype is not kind.carrier:
+        if array.dtype != kind.native or not array.dtype.isnative:
+            array = array.astype(kind.native)
+        array = array.view(kind.carrier)
+    if kind.wire is BOOL and array.size and array.view(_UINT8).max() > 1:
+        array = array.view(_UINT8) != 0  # numpy takes any byte but 0 for True; others take 1 alone
+    return Carrier(array, kind.wire)
+
+
+@lru_cache(maxsize=256)
+def _other_kind(dtype: np.dtype) -> _Kind:
+    wire = None if dtype.names else dtype_named(dtype.name)
+    if wire is None:
+        raise UnsupportedTensorError(f"a numpy array of dtype {dtype} cannot be sent. {_remedy(dtype)}")
+    return _Kind(wire, dtype.newbyteorder("="), np.dtype(wire.carrier))
+
+
+def _remedy(dtype: np.dtype) -> str:
+    if dtype.names:
+        return "It is structured: send its fields as a dict of arrays"
+    if dtype.kind in "mM":
+        return "Send x.astype('int64') and say the unit in an argument of its own"
+    if dtype.kind in "SUT":
+        return "Send Python strings in a list, or numbers that stand for them"
+    if dtype.kind == "O":
+        return "It holds Python objects: convert it, say with x.astype('float64'), or send a list of arrays"
+    if dtype.kind in "fc":
+        return (
+            "Convert it to a type every framework has, say with x.astype('float64') or x.astype('complex128')"
+        )
+    return f"Convert it to one of {', '.join(BY_NAME)}"
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    """The array without its class, where the class is about memory (memmap) and not about meaning."""
+    kind = type(x)
+    if isinstance(x, np.ma.MaskedArray):
+        raise UnsupportedTensorError(
+            "a masked array cannot be sent: its masked values would be taken for real ones. "
+            "Send x.filled(value), or x.data and x.mask as two arguments"
+        )
+    if isinstance(x, np.matrix) or kind.__array_ufunc__ is not np.ndarray.__array_ufunc__:
+        raise UnsupportedTensorError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent: it computes in its own way (units, matrix product), "
+            "which would be lost. Send numpy.asarray(x) if the plain numbers are what you mean"
+        )
+    return x.view(np.ndarray)
+
+
+def adopt(carrier: Carrier) -> Any:
+    if carrier.dtype.carrier == carrier.dtype.name:
+        return carrier.array
+    return carrier.array.view(_extension(carrier.dtype))
+
+
+@lru_cache(maxsize=None)
+def _extension(dtype: DType) -> np.dtype:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise DtypeError(
+            f"a {dtype.name} tensor as a numpy array needs the package ml_dtypes: pip install ml_dtypes. "
+            "Or convert it to float32 where it comes from"
+        ) from error
+    found = getattr(ml_dtypes, dtype.name, None)
+    if found is None:
+        raise DtypeError(
+            f"ml_dtypes {ml_dtypes.__version__} has no {dtype.name}. A newer one has: pip install -U ml_dtypes"
+        )
+    return np.dtype(found)
+
+
+def aval(x: Any) -> Aval:
+    kind = _PLAIN.get(x.dtype) or _other_kind(x.dtype)
+    if type(x) is not np.ndarray:
+        _plain(x)
+    return Aval(x.shape, kind.wire)

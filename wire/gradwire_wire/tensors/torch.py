@@ -1,0 +1,181 @@
+"""PyTorch's tensors. See `gradwire_wire.tensors.TensorFamily` for what each function promises.
+
+The plain case is tried first and costs about 3 µs; whatever torch will not show as numpy memory
+raises there, and is then converted (conjugate bits, other devices) or refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import BOOL, BY_NAME, DType
+from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+
+__all__ = ["NAME", "adopt", "aval", "export", "is_tensor", "torch_dtype", "wire_dtype"]
+
+NAME = "torch"
+
+
+class _Kind(NamedTuple):
+    """One element type in both worlds.
+
+    as_bits: torch's dtype of the same size that numpy can show, or None where numpy knows the type itself.
+    bits, carrier: numpy's dtypes of ``as_bits`` and of the carrier.
+    """
+
+    native: Any
+    wire: DType
+    as_bits: Any
+    bits: np.dtype
+    carrier: np.dtype
+
+
+def _kind(name: str, wire: DType) -> _Kind:
+    native, carrier = getattr(torch, name), np.dtype(wire.carrier)
+    if wire.carrier != wire.name:
+        as_bits = torch.int16 if wire.bits == 16 else torch.uint8
+        return _Kind(native, wire, as_bits, np.dtype("int16" if wire.bits == 16 else "uint8"), carrier)
+    if wire == BOOL:
+        return _Kind(native, wire, torch.uint8, np.dtype("uint8"), carrier)
+    return _Kind(native, wire, None, carrier, carrier)
+
+
+_KINDS = {wire: _kind(name, wire) for name, wire in BY_NAME.items() if hasattr(torch, name)}
+_BY_NATIVE = {kind.native: kind for kind in _KINDS.values()}
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def torch_dtype(dtype: DType) -> Any:
+    """torch's dtype; DtypeError where this torch has none."""
+    kind = _KINDS.get(dtype)
+    if kind is None:
+        raise DtypeError(
+            f"PyTorch {torch.__version__} has no {dtype.name}. Convert the tensor, or use a newer PyTorch"
+        )
+    return kind.native
+
+
+def wire_dtype(dtype: Any) -> DType:
+    """The wire's name of a torch dtype; UnsupportedTensorError where it has none."""
+    kind = _BY_NATIVE.get(dtype)
+    if kind is None:
+        raise _no_kind(dtype)
+    return kind.wire
+
+
+def _no_kind(dtype: Any) -> UnsupportedTensorError:
+    names = ", ".join(kind.wire.name for kind in _KINDS.values())
+    return UnsupportedTensorError(
+        f"a torch tensor of dtype {str(dtype)[6:]} cannot be sent. Convert it to one of {names}"
+    )
+
+
+def export(x: Any) -> Carrier:
+    kind = _BY_NATIVE.get(x.dtype)
+    if kind is None:
+        raise _refusal(x)
+    try:
+        return _shown(x.detach(), kind)
+    except (RuntimeError, TypeError) as error:
+        cause = error
+    if _what(x) is not None:
+        raise _refusal(x) from cause
+    try:  # without lazy bits, in host memory: a copy
+        return _shown(x.detach().resolve_conj().resolve_neg().cpu(), kind)
+    except Exception as error:
+        raise _refusal(x) from error
+
+
+def _shown(x: Any, kind: _Kind) -> Carrier:
+    if kind.as_bits is None:
+        return Carrier(x.numpy(), kind.wire)
+    array = x.view(kind.as_bits).numpy()
+    if kind.wire is not BOOL:
+        return Carrier(array.view(kind.carrier), kind.wire)
+    if array.size and array.max() > 1:  # torch takes any byte but 0 for True; others take 1 alone
+        return Carrier(array != 0, kind.wire)
+    return Carrier(array.view(kind.carrier), kind.wire)
+
+
+def _what(x: Any) -> str | None:
+    """What keeps a tensor from being numpy memory, and what to do; None for nothing that is known."""
+    if x.is_nested:
+        return "a nested tensor cannot be sent. Send its parts as a list: x.unbind()"
+    if x.is_quantized:
+        return "a quantised tensor cannot be sent. Send x.dequantize(), or x.int_repr() and the scales"
+    if x.layout is not torch.strided:
+        return f"a tensor of layout {str(x.layout)[6:]} (sparse or opaque) cannot be sent. Send x.to_dense(), or its parts"
+    if type(x).__name__ == "FakeTensor":
+        return "a fake tensor has no values to send. Use Remote.spec for shapes, or pass a real tensor"
+    if x.device.type == "meta":
+        return (
+            "a tensor on device meta has no values to send. Use Remote.spec for shapes, or pass a real tensor"
+        )
+    return None
+
+
+def _refusal(x: Any) -> UnsupportedTensorError:
+    what = _what(x)
+    if what is None and x.dtype not in _BY_NATIVE:
+        return _no_kind(x.dtype)
+    name = f"{type(x).__module__}.{type(x).__qualname__}"
+    return UnsupportedTensorError(
+        what
+        or f"this {name} has no memory that numpy could show (a functorch or tracing wrapper, or a tensor subclass). "
+        "Pass a plain torch.Tensor"
+    )
+
+
+def adopt(carrier: Carrier) -> Any:
+    kind = _KINDS.get(carrier.dtype)
+    if kind is None:
+        return torch_dtype(carrier.dtype)
+    array = carrier.array
+    if not array.flags.writeable:
+        array = _writable(array)
+    if kind.bits is not kind.carrier and kind.wire is not BOOL:
+        array = array.view(kind.bits)
+    x = _from_numpy(array, kind)
+    return x if kind.as_bits is None or kind.wire is BOOL else x.view(kind.native)
+
+
+def _from_numpy(array: np.ndarray, kind: _Kind) -> Any:
+    if array.flags.aligned:
+        try:
+            return torch.from_numpy(array)
+        except ValueError:  # negative strides, or strides that are no multiple of the element
+            pass
+        except TypeError as error:  # a torch without uint16, say
+            raise DtypeError(f"PyTorch {torch.__version__} has no {kind.wire.name}: {error}") from error
+    return torch.from_numpy(array.copy())
+
+
+class _Writable:
+    """Lends a read-only array's memory as if it could be written, for torch warns of all others.
+
+    In a worker the memory is a private mapping, or the array is one of numpy's own views (broadcast_to).
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+        self.array = array
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    return np.asarray(_Writable(array)) if array.size else array.copy()
+
+
+def aval(x: Any) -> Aval:
+    kind = _BY_NATIVE.get(x.dtype)
+    if kind is None or x.layout is not torch.strided or x.is_nested:
+        raise _refusal(x)
+    return Aval(tuple(x.shape), kind.wire)
