@@ -1,0 +1,99 @@
+"""JAX arrays as wire tensors: see `gradwire_wire.tensors.TensorFamily`.
+
+JAX on CPU aliases numpy memory that lies at a multiple of 64 bytes, here as wanted: the array keeps the
+carrier, and with it the lease. What lies elsewhere, or is strided, JAX copies.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import BOOL, DType, dtype_named
+from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+
+__all__ = ["NAME", "adopt", "aval", "export", "is_tensor", "numpy_view"]
+
+NAME = "jax"
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether x is a `jax.Array`: tracers are, and so are key arrays, which `export` refuses."""
+    return isinstance(x, jax.Array)
+
+
+def export(x: Any) -> Carrier:
+    """The array's memory, read-only and not copied (from an accelerator or several devices: a copy).
+
+    Waits until the values are there.
+    """
+    if isinstance(x, jax.core.Tracer):
+        raise UnsupportedTensorError(
+            f"{x} is a value that JAX is still tracing: it has no bytes to send. Make the call outside of jit, "
+            "grad and vmap, or through a gradwire proxy, which JAX can trace"
+        )
+    dtype = _wire_dtype(x.dtype)
+    array = np.asarray(x)
+    return Carrier(array if array.dtype.name == dtype.carrier else array.view(dtype.carrier), dtype)
+
+
+def adopt(carrier: Carrier) -> Any:
+    """The carrier as an uncommitted array on the default device: the same memory if it is aligned and dense."""
+    return jax.device_put(numpy_view(carrier))
+
+
+def numpy_view(carrier: Carrier) -> np.ndarray:
+    """The carrier as a numpy array that JAX can take as it is, of the same memory (bool: a copy).
+
+    Raises DtypeError where JAX would narrow it. A bool of any nonzero byte is True, for XLA computes with the byte.
+    """
+    array, dtype, _ = carrier
+    element = _jax_dtype(dtype, bool(jax.config.jax_enable_x64))
+    if dtype == BOOL:
+        return np.asarray(np.not_equal(array.view(np.uint8), 0))
+    return array if array.dtype == element else array.view(element)
+
+
+def aval(x: Any) -> Aval:
+    """Shape and dtype of an array, a tracer or a `jax.ShapeDtypeStruct`."""
+    return Aval(tuple(x.shape), _wire_dtype(x.dtype))
+
+
+@lru_cache(maxsize=None)
+def _wire_dtype(element: Any) -> DType:
+    if jax.dtypes.issubdtype(element, jax.dtypes.prng_key):
+        raise UnsupportedTensorError(
+            f"a PRNG key array ({element}) cannot be sent: send jax.random.key_data(key), "
+            "and make it a key again on the other side by jax.random.wrap_key_data"
+        )
+    if element == jax.dtypes.float0:
+        raise UnsupportedTensorError("a float0 array has no values: it is the zero tangent of an integer")
+    dtype = dtype_named(element.name)
+    if dtype is None:
+        raise UnsupportedTensorError(
+            f"a JAX array of dtype {element.name} cannot be sent: convert it by .astype(...)"
+        )
+    return dtype
+
+
+@lru_cache(maxsize=None)
+def _jax_dtype(dtype: DType, x64: bool) -> np.dtype:
+    """The numpy dtype under which JAX takes the bits as they are; ``x64`` is there for the cache."""
+    element = np.dtype(getattr(ml_dtypes, dtype.name, None) or dtype.name)
+    kept = jax.dtypes.canonicalize_dtype(element)
+    if kept != element:
+        raise DtypeError(
+            f"this JAX process has 64-bit types switched off and would narrow {dtype.name} to {kept.name}. "
+            "Convert it yourself, or switch them on: where JAX is the worker by bridge.worker('jax', x64=True), "
+            "where it is the caller by jax.config.update('jax_enable_x64', True)"
+        )
+    try:
+        jax.device_put(np.zeros(0, element))
+    except TypeError as error:
+        raise UnsupportedTensorError(f"jax {jax.__version__} has no {dtype.name} arrays: {error}") from error
+    return element
