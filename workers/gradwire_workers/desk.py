@@ -1,0 +1,379 @@
+"""The worker's desk: takes messages in order of arrival, has them done, answers. One thread, the main one.
+
+One poller waits for calls (ROUTER), new clients (listening tether), segments and deaths of clients
+(tethers) and the broker (control). User code runs here, on the main thread, one call at a time. No
+reply can block: a client that is gone or does not read loses its reply, and its loans end with it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import time
+from typing import Any, Callable, Sequence
+
+from gradwire_wire import messages, sockets
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import checked_dtype
+from gradwire_wire.errors import (
+    GradwireError,
+    ProtocolError,
+    ResidualLostError,
+    UsageError,
+    VersionMismatchError,
+)
+from gradwire_wire.exchange import Exchange, Memory, close_all
+from gradwire_wire.messages import Call, Done, Failed, Hello, Load, Refused, Release, Spec, State, Welcome
+from gradwire_wire.segments import Ledger, SharingUnavailableError, read_memory
+from gradwire_wire.structures import fill, flatten
+from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
+from gradwire_wire.words import checked_word, linear_count
+from gradwire_workers import faults
+from gradwire_workers.interrupts import Interrupts
+from gradwire_workers.program import Program, Result, WorkerSite
+from gradwire_workers.residuals import Kept, Residuals
+from gradwire_workers.state import State as ModuleState
+from gradwire_workers.targets import find_target, is_factory
+
+__all__ = ["Desk"]
+
+BURST = 16
+RESIDUAL_BYTES = 512 << 20
+
+
+class Session:
+    """One client process: its tether, the ledger it marks, and the tensors exchanged with it."""
+
+    def __init__(self, client_id: bytes, tether: Tether, marks: Ledger, exchange: Exchange) -> None:
+        self.client_id, self.tether, self.marks, self.exchange = client_id, tether, marks, exchange
+
+
+class Desk:
+    """Binds at once; `serve` runs until ``on_control`` says stop. See docs/protocol.md for the conversation."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: bytes,
+        token: bytes,
+        endpoint: str,
+        tether_path: str,
+        engine: Any,
+        max_shared_bytes: int | None = None,
+    ) -> None:
+        self._name, self._incarnation, self._token, self._engine = name, incarnation, token, engine
+        self._router = sockets.bind_router(endpoint)
+        self._listener = listen_tether(tether_path)
+        self._memory = Memory(max_shared_bytes)
+        self._sessions: dict[bytes, Session] = {}
+        self._tethers: dict[int, tuple[Tether, Session | None]] = {}
+        self._programs: dict[int, Program] = {}
+        self._state = ModuleState(engine)
+        self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
+        self._interrupts = Interrupts()
+        self._poller = sockets.Poller()
+        self._do: dict[type, Callable[[Session, Any, Sequence[bytes]], Done | None]] = {
+            Call: self._call,
+            Spec: self._spec,
+            Load: self._load,
+            State: self._change_state,
+            Release: self._release,
+        }
+
+    def serve(self, control: Any, on_control: Callable[[], bool]) -> None:
+        """Serve until ``on_control()``, called whenever the control socket is readable, returns False."""
+        poller = self._poller
+        for waited in (self._router, self._listener.fileno(), control):
+            poller.register(waited, sockets.IN)
+        while True:
+            ready = dict(poller.poll())
+            if control in ready and not on_control():
+                return
+            if self._listener.fileno() in ready:
+                self._accept()
+            for fd in [fd for fd in self._tethers if fd in ready]:
+                self._read_tether(fd)
+            if self._router in ready:
+                self._serve_burst()
+
+    # -- clients come and go ---------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        tether = accept_tether(self._listener)
+        if tether is not None:
+            self._tethers[tether.fileno()] = (tether, None)
+            self._poller.register(tether.fileno(), sockets.IN)
+
+    def _read_tether(self, fd: int) -> None:
+        tether, session = self._tethers[fd]
+        try:
+            if session is None:
+                self._greet(fd, tether)
+            else:
+                with self._memory.lock:
+                    session.exchange.receive_segments()
+        except (TetherClosedError, GradwireError):
+            self._end(fd)
+
+    def _greet(self, fd: int, tether: Tether) -> None:
+        received = tether.receive(0)
+        if received is None:
+            return
+        hello, descriptors = received
+        try:
+            marks = self._checked_hello(hello, descriptors)
+        except GradwireError as error:
+            tether.send(Refused(type(error).__name__, str(error)), timeout_s=0.1)
+            raise
+        ours = Ledger()
+        tether.send(Welcome(messages.PROTOCOL, self._incarnation, os.getpid()), [ours.fd], timeout_s=1.0)
+        ours.close_descriptor()
+        session = Session(hello.client_id, tether, marks, Exchange(self._memory, tether, marks, ours))
+        self._sessions[hello.client_id] = session
+        self._tethers[fd] = (tether, session)
+
+    def _checked_hello(self, hello: Any, descriptors: list[int]) -> Ledger:
+        """The client's ledger, once everything else is right."""
+        problem: GradwireError | None = None
+        if type(hello) is not Hello or len(descriptors) != 1:
+            problem = ProtocolError("a client must say Hello first, with its ledger")
+        elif hello.protocol != messages.PROTOCOL:
+            problem = VersionMismatchError(
+                f"this worker speaks protocol {messages.PROTOCOL}, the client {hello.protocol}; use the same gradwire"
+            )
+        elif not hmac.compare_digest(hello.token, self._token):
+            problem = ProtocolError("wrong token: this worker belongs to another broker")
+        elif len(hello.client_id) != 16 or hello.client_id in self._sessions:
+            problem = ProtocolError("a client's id must be 16 bytes of its own")
+        if problem is not None:
+            close_all(descriptors)
+            raise problem
+        return Ledger(descriptors[0])
+
+    def _end(self, fd: int) -> None:
+        """A client is gone: its loans, its residuals and its tether go."""
+        tether, session = self._tethers.pop(fd)
+        self._poller.unregister(fd)
+        tether.close()
+        if session is not None:
+            self._sessions.pop(session.client_id, None)
+            self._residuals.end(session.client_id)
+            session.exchange.end()
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _serve_burst(self) -> None:
+        for _ in range(BURST):
+            frames = sockets.receive_nowait(self._router)
+            if frames is None:
+                return
+            self._serve_one(frames[0], frames[1:])
+
+    def _serve_one(self, identity: bytes, frames: list[bytes]) -> None:
+        session = self._sessions.get(identity[:16])
+        call_id = 0
+        try:
+            if session is None or not frames:
+                raise ProtocolError("a call from a client that has not said Hello")
+            message = messages.unpack(frames[0])
+            act = self._do.get(type(message))
+            if act is None:
+                raise ProtocolError(f"a worker is not told {type(message).__name__}")
+            call_id = getattr(message, "call_id", 0)
+            reply = act(session, message, frames[1:])
+        except BaseException as error:  # whatever user code raises is an answer; the worker lives
+            reply, self._further = faults.failed(call_id, error), []
+            del error
+        if reply is not None:
+            self._answer(session, identity, reply)
+
+    _further: list[bytes] = []
+
+    def _answer(self, session: Session | None, identity: bytes, reply: Done | Failed) -> None:
+        try:
+            sockets.send_nowait(self._router, [identity, messages.pack(reply), *self._further])
+        except sockets.Unreachable:
+            if session is not None and type(reply) is Done:
+                session.exchange.take_back(reply.headers)
+        self._further = []
+
+    def _done(self, session: Session, call_id: int, result: Sequence[Any], structure: bytes, token: int = 0, ns: int = 0) -> Done:
+        frames: list[bytes] = []
+        carriers = [None if x is None else x if type(x) is Carrier else self._engine.export(x) for x in result]
+        headers = session.exchange.lend(carriers, frames)
+        self._further = frames
+        return Done(call_id, structure, headers, token, ns)
+
+    def _call(self, session: Session, call: Call, frames: Sequence[bytes]) -> Done:
+        program = self._program(call.remote)
+        self._residuals.release(call.released, session.client_id)
+        if self._incarnation in call.chain:
+            raise UsageError(
+                f"worker {self._name!r} was called by a call that it is itself waiting for (A → B → A); "
+                "it serves one call at a time, so this could never finish"
+            )
+        site = _site_of(call, program)
+        word = checked_word(call.word, len(call.headers))
+        operands = self._operands(session, call, frames)
+        start = time.perf_counter_ns()
+        try:
+            self._interrupts.begin(session.marks, call.call_id)
+            result, residual = self._evaluate(program, site, word, call, operands)
+        finally:
+            self._interrupts.end()
+        elapsed = time.perf_counter_ns() - start
+        token = 0
+        if residual is not None:
+            token = self._residuals.add(Kept(residual, call.remote, session.client_id, program.generation))
+        try:
+            return self._done(session, call.call_id, result.tensors, result.structure, token, elapsed)
+        except BaseException:
+            self._residuals.release([token], session.client_id)
+            raise
+
+    def _operands(self, session: Session, call: Call, frames: Sequence[bytes]) -> list[Any]:
+        """The operands as the framework's tensors; None where the client left one out.
+
+        A kept forward must not refer to memory that somebody may still write: then it is copied.
+        """
+        operands: list[Any] = []
+        for raw in call.headers:
+            if raw is None:
+                operands.append(None)
+                continue
+            carrier = session.exchange.borrow(raw, frames)
+            if call.keep and not carrier.owned:
+                carrier = Carrier(carrier.array.copy(order="K"), carrier.dtype)
+            operands.append(self._engine.adopt(carrier))
+        return operands
+
+    def _evaluate(self, program: Program, site: WorkerSite, word: Any, call: Call, operands: list[Any]) -> tuple[Result, Any]:
+        """The derived function at the operands, from the kept graph where there is one."""
+        if call.token:
+            kept = self._from_residual(word, call, operands, site)
+            if kept is not None:
+                return kept
+        if any(x is None for x in operands):
+            _lost(program, recompute=True)
+        if call.token and not _may_recompute(program, site, word):
+            _lost(program, recompute=False)
+        if call.keep == messages.KEEP_ROWS:
+            return program.keep_rows(site, word, operands)
+        if call.keep:
+            return program.keep(site, word, operands)
+        return program.run(site, word, operands), None
+
+    def _from_residual(self, word: Any, call: Call, operands: list[Any], site: WorkerSite) -> tuple[Result, Any] | None:
+        rows = call.token if type(call.token) is list else None
+        token = rows[0][0] if rows else call.token if rows is None else 0
+        kept = self._residuals.find(token, call.remote)
+        if kept is None or len(word) < call.token_ops + 1:
+            return None
+        op = word[call.token_ops]
+        linear = operands[len(operands) - linear_count(word) :]
+        if op[0] not in "TJ" or any(x is None for x in linear):
+            return None
+        if op[0] == "T":
+            self._residuals.note_pulled(token)
+        if rows is None:
+            if len(word) != call.token_ops + 1:
+                return None
+            made, further = kept.residual.derive(op, linear, keep=bool(call.keep), accumulate=site.accumulate and op[0] == "T")
+            return Result(made), further
+        if call.keep or len(word) != call.token_ops + 2 or word[-1][0] != "V" or any(r[0] != token for r in rows):
+            return None
+        import numpy as np
+
+        batch = kept.residual.derive_rows(op, word[-1][1], linear, np.asarray([r[1] for r in rows]))
+        return None if batch is None else (Result(batch), None)
+
+    def _spec(self, session: Session, spec: Spec, frames: Sequence[bytes]) -> Done:
+        program = self._program(spec.remote)
+        site = _site_of(spec, program)
+        avals = [_aval_of(raw) for raw in spec.avals]
+        results, structure = program.spec(site, avals)
+        facts, _ = flatten([[list(a.shape), list(a.dtype)] for a in results], _never)
+        tree, _ = flatten([facts, structure], _never)
+        return Done(spec.call_id, tree, [], 0, 0)
+
+    def _load(self, session: Session, load: Load, frames: Sequence[bytes]) -> Done:
+        args, kwargs = fill(load.structure, [self._engine.adopt(session.exchange.borrow(h, frames)) for h in load.headers])
+        found = find_target(load.target)
+        is_module = load.kind == "module"
+        if is_module and is_factory(found):
+            found = found(*args, **kwargs)
+        elif is_module and (args or kwargs):
+            raise UsageError(f"{load.target} is an instance, not a factory: it takes no arguments here")
+        if not callable(found):
+            raise UsageError(f"{load.target} gave a {type(found).__name__}, which cannot be called")
+        program = self._engine.program(found, is_module=is_module)
+        number = len(self._programs) + 1
+        self._programs[number] = program
+        facts = {"remote": number, "is_module": program.is_module, "training": program.training}
+        return Done(load.call_id, flatten(facts, _never)[0], [], 0, 0)
+
+    def _change_state(self, session: Session, state: State, frames: Sequence[bytes]) -> Done:
+        leaves = [session.exchange.borrow(h, frames) for h in state.headers]
+        args, kwargs = fill(state.structure, leaves)
+        tree = self._state.act(self._program(state.remote), state.verb, args, kwargs)
+        structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
+        return self._done(session, state.call_id, leaves, structure)
+
+    def _release(self, session: Session, release: Release, frames: Sequence[bytes]) -> None:
+        self._residuals.release(release.released, session.client_id)
+
+    def _program(self, number: int) -> Program:
+        try:
+            return self._programs[number]
+        except KeyError:
+            raise ProtocolError(f"worker {self._name!r} has no remote {number}; was it restarted?") from None
+
+
+def _site_of(message: Call | Spec, program: Program) -> WorkerSite:
+    if message.training is not None and message.training != program.training:
+        raise UsageError(
+            f"this call was made for training={message.training}, but the module is now in training={program.training}: "
+            "a compiled program has the mode of its trace; trace it again after train() or eval()"
+        )
+    flags = message.flags
+    compile_ = False if flags & messages.EAGER else True if flags & messages.TRACED else None
+    return WorkerSite(
+        message.structure,
+        message.training,
+        bool(flags & messages.ACCUMULATE),
+        bool(flags & messages.ANCHORED),
+        getattr(message, "seed", None),
+        compile_,
+    )
+
+
+def _aval_of(raw: Any) -> Aval:
+    if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not list or type(raw[1]) is not list or len(raw[1]) != 3:
+        raise ProtocolError(f"an abstract value must be [shape, [code, bits, lanes]], not {raw!r:.80}")
+    if not all(type(n) is int and n >= 0 for n in raw[0]):
+        raise ProtocolError(f"a shape must be natural numbers, not {raw[0]!r:.80}")
+    return Aval(tuple(raw[0]), checked_dtype(*raw[1]))
+
+
+def _may_recompute(program: Program, site: WorkerSite, word: Any) -> bool:
+    """Whether running the forward again gives what the lost one gave, and has no other effect."""
+    return not site.accumulate and not site.training and program.generation == 0
+
+
+def _lost(program: Program, *, recompute: bool) -> None:
+    error = ResidualLostError(
+        "the kept forward of this pullback is gone (evicted for lack of memory, released, or of a former life of "
+        "the worker) and cannot be computed again, since the module has state. Run the forward again"
+    )
+    error.recompute = recompute  # type: ignore[attr-defined]
+    raise error
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _residual_limit() -> int:
+    available = read_memory().available
+    return RESIDUAL_BYTES if available is None else min(RESIDUAL_BYTES, available // 4)

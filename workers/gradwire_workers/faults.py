@@ -1,0 +1,54 @@
+"""An exception as the message that tells the caller about it. Reads exceptions, never trusts them."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from types import TracebackType
+
+from gradwire_wire.errors import GradwireError, RemoteError
+from gradwire_wire.messages import Failed
+
+__all__ = ["failed"]
+
+MAX_TEXT = 200_000
+_OWN = tuple(os.path.dirname(os.path.abspath(m.__file__)) for m in (__import__("gradwire_wire"), __import__("gradwire_workers")))  # type: ignore[type-var]
+
+
+def failed(call_id: int, error: BaseException) -> Failed:
+    """gradwire's own errors keep their class; everything else is the user's and becomes RemoteError."""
+    if isinstance(error, GradwireError) and not isinstance(error, RemoteError):
+        hint = "recompute" if getattr(error, "recompute", False) else ""
+        return Failed(call_id, type(error).__name__, hint, _text_of(error), "")
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return Failed(call_id, "RemoteError", name, _text_of(error), _shorten(_formatted(error)))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+        return _shorten(text if isinstance(text, str) else repr(text))
+    except Exception as failure:  # a user's __str__ may do anything
+        return f"<its message cannot be shown: {type(failure).__name__}>"
+
+
+def _formatted(error: BaseException) -> str:
+    try:
+        tb = _users_part(error.__traceback__)
+        return "".join(traceback.format_exception(type(error), error, tb))
+    except Exception as failure:
+        return f"<its traceback cannot be shown: {type(failure).__name__}>"
+
+
+def _users_part(tb: TracebackType | None) -> TracebackType | None:
+    """Without the frames of the worker itself on top (all of it, if it never left the worker)."""
+    part = tb
+    while part is not None and os.path.abspath(part.tb_frame.f_code.co_filename).startswith(_OWN):
+        part = part.tb_next
+    return part or tb
+
+
+def _shorten(text: str) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n… cut …\n{text[-MAX_TEXT // 2 :]}"

@@ -1,0 +1,98 @@
+"""Finding what a target names: ``"pkg.mod:attr"`` or ``"path/file.py:attr"``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from gradwire_wire.errors import UnknownTargetError, UsageError
+
+__all__ = ["find_target", "is_factory"]
+
+
+def find_target(target: str) -> Any:
+    """Import the module or file and fetch the attribute (dots allowed).
+
+    UnknownTargetError says what was looked for and where. What the user's module raises while it
+    is imported comes out as it is.
+    """
+    place, colon, attribute = target.rpartition(":")
+    if not colon or not place or not attribute:
+        raise UsageError(f"a target is 'pkg.mod:attr' or 'path/file.py:attr', not {target!r}")
+    found: Any = _from_file(place) if place.endswith(".py") else _from_import(place)
+    for name in attribute.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("__")], 3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise UnknownTargetError(f"{place} has no {attribute!r}{hint}") from None
+    return found
+
+
+def is_factory(found: Any) -> bool:
+    """Whether ``Worker.module`` should call it (a class or function) or take it as it is (an instance)."""
+    return inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, functools.partial)
+
+
+def _from_import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise UnknownTargetError(
+                f"no module named {error.name!r} in the worker's environment ({sys.executable}) or its folders "
+                f"{_folders()}; give bridge.worker(path=[...]) the folder it is in, or name a file: 'folder/file.py:attr'"
+            ) from None
+        raise
+
+
+def _folders() -> list[str]:
+    return [p for p in sys.path if "site-packages" not in p and f"{os.sep}lib{os.sep}python" not in p] or ["(none)"]
+
+
+def _from_file(place: str) -> ModuleType:
+    candidates = [place] if os.path.isabs(place) else [os.path.join(f, place) for f in [os.getcwd(), *_folders()]]
+    path = next((os.path.realpath(c) for c in candidates if os.path.isfile(c)), None)
+    if path is None:
+        raise UnknownTargetError(f"no file {place!r}; looked at {list(dict.fromkeys(candidates))}")
+    name = _module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UnknownTargetError(f"{path} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if os.path.dirname(path) not in sys.path:
+        sys.path.append(os.path.dirname(path))  # its siblings can be imported, as under "python file.py"
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _module_name(path: str) -> str:
+    """The file's own name where nothing else has it, else one made unique by its path."""
+    stem = os.path.splitext(os.path.basename(path))[0]
+    loaded = sys.modules.get(stem)
+    if loaded is not None and os.path.realpath(getattr(loaded, "__file__", None) or "") == path:
+        return stem
+    try:
+        spec = importlib.util.find_spec(stem) if loaded is None and stem.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    origin = os.path.realpath(spec.origin) if spec is not None and spec.origin else None
+    if loaded is None and stem.isidentifier() and (spec is None or origin == path):
+        return stem
+    return f"{stem}_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
