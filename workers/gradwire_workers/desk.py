@@ -12,6 +12,8 @@ import os
 import time
 from typing import Any, Callable, Sequence
 
+import numpy as np
+
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import checked_dtype
@@ -283,8 +285,6 @@ class Desk:
             return Result(made), further
         if call.keep or len(word) != call.token_ops + 2 or word[-1][0] != "V" or any(r[0] != token for r in rows):
             return None
-        import numpy as np
-
         batch = kept.residual.derive_rows(op, word[-1][1], linear, np.asarray([r[1] for r in rows]))
         return None if batch is None else (Result(batch), None)
 

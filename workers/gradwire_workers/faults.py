@@ -6,13 +6,15 @@ import os
 import traceback
 from types import TracebackType
 
+import gradwire_wire
+import gradwire_workers
 from gradwire_wire.errors import GradwireError, RemoteError
 from gradwire_wire.messages import Failed
 
 __all__ = ["failed"]
 
 MAX_TEXT = 200_000
-_OWN = tuple(os.path.dirname(os.path.abspath(m.__file__)) for m in (__import__("gradwire_wire"), __import__("gradwire_workers")))  # type: ignore[type-var]
+_OWN = tuple(os.path.abspath(folder) + os.sep for m in (gradwire_wire, gradwire_workers) for folder in m.__path__)
 
 
 def failed(call_id: int, error: BaseException) -> Failed:

@@ -1,0 +1,283 @@
+"""Everything this process has to one incarnation of a worker: tether, tensors, a pool of connections.
+
+Theory of operation. A call checks a connection (a DEALER) out of the pool, sends one message, waits
+for the reply with that call's id, and puts the connection back: last in, first out, so that one
+thread always meets the same warm socket and n threads at once need n. The wait is a blocking receive
+that wakes a few times a second to look whether the worker died, the deadline passed or the bridge was
+closed; signals interrupt it. A call that is abandoned (deadline, Ctrl-C) leaves its connection aside
+until the late reply has come in, is returned unread, and is never anybody else's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from typing import Any, Callable, Sequence
+
+from gradwire.broker_link import BrokerLink, WorkerFacts
+from gradwire_wire import errors, messages, sockets
+from gradwire_wire.errors import (
+    ClosedError,
+    ConnectError,
+    DeadlineError,
+    ForkedError,
+    GradwireError,
+    ProtocolError,
+    ResidualLostError,
+    WorkerDiedError,
+    remote_error,
+)
+from gradwire_wire.exchange import Exchange, Memory, close_all
+from gradwire_wire.messages import Done, Failed
+from gradwire_wire.segments import Ledger
+from gradwire_wire.tether import TetherClosedError, connect_tether
+
+__all__ = ["Connection"]
+
+LOOK_MS = 100
+REPORT_S = 1.5
+
+
+class Connection:
+    """The way to one worker process. Any thread may call; blocking calls release the GIL."""
+
+    def __init__(self, link: BrokerLink, facts: WorkerFacts, memory: Memory, timeout_s: float) -> None:
+        """Shakes hands with the worker. ConnectError, VersionMismatchError, DeadlineError."""
+        self.facts, self._link, self._memory = facts, link, memory
+        self._pid = os.getpid()
+        self._client_id = b"c" + os.urandom(15)
+        self._numbers = itertools.count(1)
+        self._call_ids = itertools.count(1)
+        self._idle: deque[Any] = deque()
+        self._abandoned: deque[Any] = deque()
+        self.released: deque[int] = deque()
+        self._gone = threading.Event()
+        self._closed = False
+        self.calls = 0
+        self.waited_s = 0.0
+        self.compute_ns = 0
+        self._tether = connect_tether(facts.tether_path, timeout_s)
+        try:
+            self.exchange, self._ours = self._shake_hands(timeout_s)
+        except BaseException:
+            self._tether.close()
+            raise
+        link.watch(self._tether.fileno(), self._on_tether)
+
+    def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger]:
+        ours = Ledger()
+        self._tether.send(
+            messages.Hello(messages.PROTOCOL, self.facts.token, self._client_id, self._pid), [ours.fd], timeout_s
+        )
+        ours.close_descriptor()
+        try:
+            received = self._tether.receive(timeout_s)
+        except TetherClosedError as error:
+            raise ConnectError(f"worker {self.facts.name!r} hung up during the handshake") from error
+        if received is None:
+            raise DeadlineError(f"worker {self.facts.name!r} did not answer within {timeout_s} s; it may be in a long call")
+        answer, descriptors = received
+        if type(answer) is messages.Refused:
+            raise getattr(errors, answer.kind, ProtocolError)(answer.message)
+        if type(answer) is not messages.Welcome or len(descriptors) != 1 or answer.incarnation != self.facts.incarnation:
+            close_all(descriptors)
+            raise ProtocolError(f"unexpected answer to Hello: {answer!r:.80}")
+        return Exchange(self._memory, self._tether, Ledger(descriptors[0]), ours), ours
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def request(self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None) -> tuple[Done, Sequence[bytes]]:
+        """Send one message and wait for its reply.
+
+        make(call_id, headers): the message. Blocks at most ``timeout_s`` (None: until the worker answers or dies).
+        """
+        self._check_usable()
+        start = time.perf_counter()
+        frames: list[Any] = [b""]
+        further: list[Any] = []
+        headers = self.exchange.lend(carriers, further)
+        call_id = next(self._call_ids)
+        socket = self._check_out()
+        try:
+            frames = [messages.pack(make(call_id, headers)), *further]
+            sockets.send_nowait(socket, frames)
+        except BaseException:
+            self.exchange.take_back(headers)
+            self._idle.append(socket)
+            raise
+        try:
+            reply, rest = self._wait(socket, call_id, None if timeout_s is None else start + timeout_s)
+        except (KeyboardInterrupt, DeadlineError):
+            self._abandon(socket, call_id)
+            raise
+        except BaseException:
+            socket.close()
+            raise
+        self._idle.append(socket)
+        self.calls += 1
+        self.waited_s += time.perf_counter() - start
+        if type(reply) is Failed:
+            raise _error_of(reply, self.facts.name)
+        self.compute_ns += reply.compute_ns
+        return reply, rest
+
+    def tell(self, message: Any) -> None:
+        """Send a message that has no reply."""
+        socket = self._check_out()
+        try:
+            sockets.send_nowait(socket, [messages.pack(message)])
+        finally:
+            self._idle.append(socket)
+
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedError(
+                "this proxy belongs to the parent process; a forked child opens a bridge of its own with gradwire.connect()"
+            )
+        if self._closed:
+            raise ClosedError(f"worker {self.facts.name!r} was closed; make a new one with bridge.worker(...)")
+        if self._gone.is_set():
+            self._raise_dead(was_running=False)
+
+    def _check_out(self) -> Any:
+        if self._abandoned:
+            self._collect_abandoned()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            number = next(self._numbers)
+            return sockets.connect_dealer(self.facts.endpoint, self._client_id + number.to_bytes(4, "big"), LOOK_MS)
+
+    def _wait(self, socket: Any, call_id: int, deadline: float | None) -> tuple[Any, Sequence[bytes]]:
+        while True:
+            try:
+                frames = socket.recv_multipart()
+            except sockets.Again:
+                self._look_around(socket, deadline)
+                continue
+            reply = messages.unpack(frames[0])
+            if type(reply) not in (Done, Failed):
+                raise ProtocolError(f"a worker does not say {type(reply).__name__}")
+            if reply.call_id == call_id or (reply.call_id == 0 and type(reply) is Failed):
+                return reply, frames[1:]
+            self._decline(reply, frames[1:])
+
+    def _look_around(self, socket: Any, deadline: float | None) -> None:
+        """No reply yet: is there still somebody to wait for?"""
+        if self._gone.is_set() and not socket.poll(0):
+            self._raise_dead(was_running=True)
+        if self._closed:
+            raise ClosedError(f"the bridge was closed while worker {self.facts.name!r} was working on this call")
+        if deadline is not None and time.perf_counter() > deadline:
+            raise DeadlineError(
+                f"worker {self.facts.name!r} did not answer in time; it was interrupted. Code that loops in C cannot be: "
+                "worker.restart() ends it. Give more time with .options(timeout=...)"
+            )
+
+    def _raise_dead(self, was_running: bool) -> None:
+        death = self._link.death_of(self.facts.incarnation, REPORT_S)
+        name, pid = self.facts.name, self.facts.pid
+        if death is None:
+            raise WorkerDiedError(
+                f"worker {name!r} (pid {pid}) is gone and its broker gave no reason; was the broker ended? Connect again",
+                was_running=was_running,
+            )
+        how = f"by signal {death.signal}" if death.signal else f"with exit code {death.exit_code}"
+        doing = "while it worked on this call" if was_running else "before this call was sent"
+        said = f"\nIts last output:\n{death.output}" if death.output else "\nIt had printed nothing."
+        raise WorkerDiedError(
+            f"worker {name!r} (pid {pid}) ended {how} {doing}; worker.restart() starts it again.{said}",
+            exit_code=death.exit_code,
+            signal=death.signal,
+            output=death.output,
+            was_running=was_running,
+        )
+
+    # -- calls nobody waits for ------------------------------------------------------------------
+
+    def _abandon(self, socket: Any, call_id: int) -> None:
+        self._ours.cancel(call_id)
+        self._abandoned.append(socket)
+        self._link.interrupt(self.facts.incarnation)
+
+    def _collect_abandoned(self) -> None:
+        """Connections whose late reply has come in are good again; the reply is returned unread."""
+        for _ in range(len(self._abandoned)):
+            try:
+                socket = self._abandoned.popleft()
+            except IndexError:
+                return
+            frames = sockets.receive_nowait(socket)
+            if frames is None:
+                self._abandoned.append(socket)
+            else:
+                self._decline(messages.unpack(frames[0]), frames[1:])
+                self._idle.append(socket)
+
+    def _decline(self, reply: Any, frames: Sequence[bytes]) -> None:
+        if type(reply) is Done:
+            self.exchange.decline(reply.headers, frames)
+            if reply.token:
+                self.released.append(reply.token)
+
+    def every_second(self) -> None:
+        """In the link's thread: what nobody else may come by to do."""
+        if self._gone.is_set() or self._closed or self._pid != os.getpid():
+            return
+        if self._abandoned:
+            self._collect_abandoned()
+        if self.released:
+            self.tell(messages.Release(self.take_released()))
+
+    def take_released(self) -> list[int]:
+        """Tokens dropped since the last message, to be named in the next."""
+        taken = []
+        while self.released:
+            try:
+                taken.append(self.released.popleft())
+            except IndexError:
+                break
+        return taken
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the worker process was there when it was last heard of."""
+        return not self._gone.is_set() and not self._closed
+
+    def _on_tether(self) -> None:
+        """In the link's thread: segments have been announced, or the worker is gone."""
+        try:
+            with self._memory.lock:
+                self.exchange.receive_segments()
+        except (TetherClosedError, GradwireError, OSError):
+            self._link.unwatch(self._tether.fileno())
+            self._gone.set()
+
+    def close(self) -> None:
+        """Stop using the worker. Views of its results stay valid. Idempotent."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        if not self._gone.is_set():
+            self._link.unwatch(self._tether.fileno())
+        while self._idle:
+            self._idle.pop().close()
+        self._tether.close()
+        self.exchange.end()
+
+
+def _error_of(failed: Failed, worker: str) -> GradwireError:
+    if failed.kind == "RemoteError":
+        return remote_error(failed.type_name, failed.message, failed.traceback, worker)
+    cls = getattr(errors, failed.kind, ProtocolError)
+    if not (isinstance(cls, type) and issubclass(cls, GradwireError)):
+        cls = ProtocolError
+    error = cls(f"{failed.message} (worker {worker!r})")
+    if cls is ResidualLostError:
+        error.recompute = failed.type_name == "recompute"  # type: ignore[attr-defined]
+    return error

@@ -1,0 +1,151 @@
+"""A loaded target, seen from the client: the one way from every caller's face to the worker."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable, Sequence
+
+import numpy as np
+
+from gradwire.connection import Connection
+from gradwire.site import Outcome, Site, SpecResult
+from gradwire_wire import messages
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import checked_dtype
+from gradwire_wire.errors import GradwireError, ProtocolError, ResidualLostError
+from gradwire_wire.structures import fill
+from gradwire_wire.words import Word, linear_count
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """Shared by all proxies of one target. After the worker was restarted, the target is loaded again.
+
+    connect: gives the connection to the worker's present incarnation.
+    load: the arguments of `messages.Load` after the call id, and the factory's tensors.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], kind: str, target: str, structure: bytes, carriers: Sequence[Carrier]) -> None:
+        self._connect, self._kind, self._target = connect, kind, target
+        self._structure, self._carriers = structure, [Carrier(c.array.copy(), c.dtype) for c in carriers]
+        self._lock = threading.Lock()
+        self._loaded: Connection | None = None
+        self._remote = 0
+        self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
+        self.is_module = False
+        self.training: bool | None = None
+        self.last_error: GradwireError | None = None
+        self._ready()
+
+    @property
+    def name(self) -> str:
+        """For messages: worker and target."""
+        worker = self._loaded.facts.name if self._loaded is not None else "?"
+        return f"{worker}/{self._target}"
+
+    def __repr__(self) -> str:
+        return f"<remote {self.name}>"
+
+    def _ready(self) -> Connection:
+        """The connection, with the target loaded in the worker at its other end."""
+        connection = self._connect()
+        if connection is self._loaded:
+            return connection
+        with self._lock:
+            if connection is not self._loaded:
+                self._load(connection)
+        return connection
+
+    def _load(self, connection: Connection) -> None:
+        reply, _ = connection.request(
+            lambda call_id, headers: messages.Load(call_id, self._kind, self._target, self._structure, headers),
+            self._carriers,
+            None,
+        )
+        facts = fill(reply.structure, [])
+        self._remote, self.is_module = facts["remote"], facts["is_module"]
+        self.training = facts["training"]
+        self._specs.clear()
+        self._loaded = connection
+
+    def invoke(
+        self,
+        site: Site,
+        word: Word,
+        carriers: Sequence[Carrier],
+        *,
+        keep: int = 0,
+        token: int | np.ndarray = 0,
+        token_ops: int = 0,
+    ) -> Outcome:
+        """Evaluate the derived function ``word`` in the worker; blocks without holding the GIL.
+
+        keep: 0, `messages.KEEP` or `messages.KEEP_ROWS`. token: of a kept forward (int), or rows
+        (batch, 2) of (token, row). Any thread. Raises what the worker reports, or why it cannot.
+        """
+        try:
+            return self._invoke(site, word, carriers, keep, token, token_ops)
+        except GradwireError as error:
+            self.last_error = error
+            raise
+
+    def _invoke(self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int) -> Outcome:
+        connection = self._ready()
+        rows = token.tolist() if isinstance(token, np.ndarray) else token
+        if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
+            linear = linear_count(word)
+            brief: list[Carrier | None] = [None] * (len(carriers) - linear) + list(carriers[len(carriers) - linear :])
+            try:
+                return self._send(connection, site, word, brief, keep, rows, token_ops)
+            except ResidualLostError as error:
+                if not getattr(error, "recompute", False):
+                    raise
+        return self._send(connection, site, word, carriers, keep, rows, token_ops)
+
+    def _send(self, connection: Connection, site: Site, word: Word, carriers: Sequence[Carrier | None], keep: int, token: Any, token_ops: int) -> Outcome:
+        released = connection.take_released() if connection.released else []
+
+        def make(call_id: int, headers: list[Any]) -> messages.Call:
+            return messages.Call(
+                call_id, self._remote, site.structure, word, keep, token, token_ops, site.training, site.flags,
+                site.seed, headers, released, [],
+            )
+
+        reply, frames = connection.request(make, carriers, site.timeout_s)
+        borrow = connection.exchange.borrow
+        return Outcome([None if h is None else borrow(h, frames) for h in reply.headers], reply.structure, reply.token)
+
+    def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
+        """Shapes, dtypes and tree of the results, without a real run. Cached by site and avals."""
+        if site.out_spec is not None:
+            return site.out_spec
+        connection = self._ready()
+        known = self._specs.get((site, avals))
+        if known is not None:
+            return known
+        asked = [[list(a.shape), list(a.dtype)] for a in avals]
+        reply, _ = connection.request(
+            lambda call_id, _: messages.Spec(call_id, self._remote, site.structure, site.training, site.flags, asked), [], site.timeout_s
+        )
+        facts, structure = fill(reply.structure, [])
+        result = SpecResult(tuple(Aval(tuple(shape), checked_dtype(*dtype)) for shape, dtype in facts), structure)
+        self._specs[site, avals] = result
+        return result
+
+    def release(self, token: int) -> None:
+        """This token will not be named again. Safe in finalizers and any thread; told with the next message."""
+        connection = self._loaded
+        if connection is not None and token:
+            connection.released.append(token)
+
+    def change_state(self, verb: str, structure: bytes, carriers: Sequence[Carrier], timeout_s: float | None = None) -> tuple[bytes, list[Carrier]]:
+        """Ask for a verb about the module's state; returns a tree and its leaves."""
+        connection = self._ready()
+        reply, frames = connection.request(
+            lambda call_id, headers: messages.State(call_id, self._remote, verb, structure, headers), carriers, timeout_s
+        )
+        leaves = [connection.exchange.borrow(h, frames) for h in reply.headers if h is not None]
+        if len(leaves) != len(reply.headers):
+            raise ProtocolError(f"{verb}: a leaf is missing from the reply")
+        return reply.structure, leaves
