@@ -12,6 +12,7 @@
 
 PYTHON    ?= python3
 PIP_FLAGS ?= -q -q
+MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
