@@ -1,1 +1,79 @@
-"""Call a model of another process, environment and framework as a local function, gradients included."""
+"""Call a model of another process, environment and framework as a local function, gradients included.
+
+>>> import gradwire as gw
+>>> with gw.connect() as bridge:
+...     worker = bridge.worker("torch", python="envs/torch/bin/python")
+...     energy = worker.function("physics.py:energy")
+...     y, pullback = energy.vjp(x)
+
+Importing this package imports no framework: ``gw.torch``, ``gw.jax`` and ``gw.tensorflow`` are
+loaded on first use, by the program that has that framework anyway.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from gradwire.bridge import Bridge, connect
+from gradwire.pullback import Pullback
+from gradwire.remote import Optimizer, Remote, ShapeDtype
+from gradwire.worker import Worker
+from gradwire_wire.errors import (
+    ClosedError,
+    ConnectError,
+    DeadlineError,
+    DtypeError,
+    ForkedError,
+    GradwireError,
+    MemoryExhaustedError,
+    ProtocolError,
+    RemoteError,
+    ResidualLostError,
+    TransportError,
+    UnknownTargetError,
+    UnsupportedTensorError,
+    UsageError,
+    VersionMismatchError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStartError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bridge",
+    "ClosedError",
+    "ConnectError",
+    "DeadlineError",
+    "DtypeError",
+    "ForkedError",
+    "GradwireError",
+    "MemoryExhaustedError",
+    "Optimizer",
+    "ProtocolError",
+    "Pullback",
+    "Remote",
+    "RemoteError",
+    "ResidualLostError",
+    "ShapeDtype",
+    "TransportError",
+    "UnknownTargetError",
+    "UnsupportedTensorError",
+    "UsageError",
+    "VersionMismatchError",
+    "Worker",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerStartError",
+    "connect",
+]
+
+_FACES = ("jax", "tensorflow", "torch")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FACES:
+        return importlib.import_module(f"gradwire.{name}")
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

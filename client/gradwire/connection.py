@@ -56,6 +56,7 @@ class Connection:
         self.released: deque[int] = deque()
         self._gone = threading.Event()
         self._closed = False
+        self.last_error: tuple[float, GradwireError] | None = None
         self.calls = 0
         self.waited_s = 0.0
         self.compute_ns = 0
@@ -95,18 +96,26 @@ class Connection:
         make(call_id, headers): the message. Blocks at most ``timeout_s`` (None: until the worker answers or dies).
         """
         self._check_usable()
+        try:
+            return self._request(make, carriers, timeout_s)
+        except GradwireError as error:
+            self.last_error = (time.monotonic(), error)
+            raise
+
+    def _request(self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None) -> tuple[Done, Sequence[bytes]]:
         start = time.perf_counter()
-        frames: list[Any] = [b""]
         further: list[Any] = []
         headers = self.exchange.lend(carriers, further)
         call_id = next(self._call_ids)
         socket = self._check_out()
         try:
-            frames = [messages.pack(make(call_id, headers)), *further]
-            sockets.send_nowait(socket, frames)
-        except BaseException:
+            sockets.send_nowait(socket, [messages.pack(make(call_id, headers)), *further])
+        except Exception:  # certainly not sent
             self.exchange.take_back(headers)
             self._idle.append(socket)
+            raise
+        except BaseException:  # perhaps sent: the worker has the slots until it returns them
+            socket.close()
             raise
         try:
             reply, rest = self._wait(socket, call_id, None if timeout_s is None else start + timeout_s)

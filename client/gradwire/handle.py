@@ -12,7 +12,7 @@ from gradwire.site import Outcome, Site, SpecResult
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import checked_dtype
-from gradwire_wire.errors import GradwireError, ProtocolError, ResidualLostError
+from gradwire_wire.errors import ProtocolError, ResidualLostError
 from gradwire_wire.structures import fill
 from gradwire_wire.words import Word, linear_count
 
@@ -35,7 +35,6 @@ class Handle:
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
         self.is_module = False
         self.training: bool | None = None
-        self.last_error: GradwireError | None = None
         self._ready()
 
     @property
@@ -84,13 +83,6 @@ class Handle:
         keep: 0, `messages.KEEP` or `messages.KEEP_ROWS`. token: of a kept forward (int), or rows
         (batch, 2) of (token, row). Any thread. Raises what the worker reports, or why it cannot.
         """
-        try:
-            return self._invoke(site, word, carriers, keep, token, token_ops)
-        except GradwireError as error:
-            self.last_error = error
-            raise
-
-    def _invoke(self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int) -> Outcome:
         connection = self._ready()
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):

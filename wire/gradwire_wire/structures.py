@@ -35,7 +35,7 @@ import numpy as np
 
 from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError
 
-__all__ = ["fill", "flatten", "leaf_count", "leaf_paths", "positional"]
+__all__ = ["fill", "fill_leaves_only", "flatten", "leaf_count", "leaf_paths", "leaves_like", "positional"]
 
 LEAF, TUPLE, COMPLEX, INTEGER, SCALAR, NAMEDTUPLE, DATACLASS, ORDEREDDICT = range(1, 9)
 MAX_DEPTH = 100
@@ -262,6 +262,60 @@ def _stand_in_tuple(module: str, qualname: str, names: tuple[str, ...]) -> type:
 @lru_cache(maxsize=1024)
 def _stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...]) -> type:
     return type(qualname.rpartition(".")[2], (_StandInDataclass,), {"_fields": names, "__module__": module, "__qualname__": qualname})
+
+
+def leaves_like(structure: bytes, tree: Any, what: str) -> list[Any]:
+    """Match a tree against a structure: what stands where each leaf is, None where ``tree`` stops early.
+
+    Containers must agree; what stands where the structure has no leaf is ignored. UsageError names the place.
+    """
+    found: dict[int, Any] = {}
+    _match(_unpack(structure, _filler(Leaf), 0), tree, what, found)
+    return [found.get(i) for i in range(leaf_count(structure))]
+
+
+def _match(shape: Any, tree: Any, path: str, found: dict[int, Any]) -> None:
+    if isinstance(shape, Leaf):
+        found[shape.index] = tree
+        return
+    if tree is None or not _children(shape):
+        return
+    mine, theirs = _children(shape), _children(tree)
+    if set(mine) != set(theirs):
+        raise UsageError(f"{path} must have the structure of what it belongs to: {list(mine)}, not {tree!r:.80}")
+    for key, child in mine.items():
+        _match(child, theirs[key], f"{path}[{key!r}]", found)
+
+
+def _children(x: Any) -> dict[Any, Any]:
+    """The items of a container by key; {} for anything else."""
+    if isinstance(x, dict):
+        return x
+    if isinstance(x, (list, tuple)):
+        return dict(enumerate(x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type) or isinstance(x, _StandInDataclass):
+        return {name: getattr(x, name) for name in _field_names(type(x))}
+    return {}
+
+
+def fill_leaves_only(structure: bytes, leaves: Sequence[Any]) -> Any:
+    """The tree with ``leaves`` in its holes and None in place of every scalar and string."""
+    return _leaves_only(_unpack(structure, _filler(Leaf), 0), leaves)
+
+
+def _leaves_only(x: Any, leaves: Sequence[Any]) -> Any:
+    if isinstance(x, Leaf):
+        return leaves[x.index]
+    children = {key: _leaves_only(child, leaves) for key, child in _children(x).items()}
+    if isinstance(x, dict):
+        return type(x)(children)
+    if isinstance(x, tuple):
+        return tuple.__new__(type(x), children.values())
+    if isinstance(x, list):
+        return list(children.values())
+    for name, value in children.items():
+        object.__setattr__(x, name, value)
+    return x if children else None
 
 
 def leaf_paths(structure: bytes, argument_names: bool = True) -> list[str]:

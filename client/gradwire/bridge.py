@@ -1,0 +1,143 @@
+"""The bridge: a broker of one's own, the workers it started, and the memory shared with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwire.broker_link import BrokerLink, WorkerSpec
+from gradwire.families import barrier
+from gradwire.worker import Worker
+from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
+from gradwire_wire.exchange import Memory
+
+__all__ = ["Bridge", "connect"]
+
+
+def connect(target: str | None = None, *, start_timeout: float = 60.0) -> Bridge:
+    """Start a private broker, which ends with this program, and connect to it.
+
+    target: must be None in this version (a ``gradwire.toml`` or the address of a shared broker later).
+    start_timeout: seconds the broker may take to come up; ConnectError after that.
+    """
+    if target is not None:
+        raise UsageError(f"connect({target!r}): this version opens private brokers only; call connect() without a target")
+    return Bridge(BrokerLink.start_private(start_timeout))
+
+
+class Bridge:
+    """Made by `connect`. Close it, use it as a context manager, or leave it to the interpreter's exit."""
+
+    def __init__(self, link: BrokerLink, max_shared_bytes: int | None = None) -> None:
+        self._link, self._pid = link, os.getpid()
+        self._memory = Memory(max_shared_bytes)
+        self._workers: dict[str, Worker] = {}
+        self._closed = False
+        link.every_second(self._every_second)
+
+    def worker(
+        self,
+        framework: str,
+        *,
+        name: str | None = None,
+        python: str | os.PathLike[str] | None = None,
+        requirements: Sequence[str] | None = None,
+        env: dict[str, str] | None = None,
+        path: Sequence[str | os.PathLike[str]] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        threads: int | None = None,
+        x64: bool | None = None,
+        device: str | None = None,
+        start_timeout: float = 120.0,
+    ) -> Worker:
+        """Start a worker: its own process, interpreter and packages. Returns once it is ready.
+
+        framework: "torch", "tensorflow", "jax" or "numpy". python: the interpreter of its environment
+        (default: this one). env: wins over everything gradwire sets. path: folders where targets are
+        looked for (default: the working directory). threads: of its framework (default: its share of the cores).
+        x64: JAX's 64-bit mode. Raises WorkerStartError with command line, exit code and last output.
+        """
+        self._check_usable()
+        if requirements is not None:
+            raise UsageError("requirements=... is not in this version: make the environment yourself and name its python=")
+        chosen = name or self._free_name(framework)
+        if chosen in self._workers and self._workers[chosen].alive:
+            raise UsageError(f"there is a worker {chosen!r} already; give another name=")
+        folders = [os.path.abspath(os.fspath(p)) for p in (path if path is not None else [os.getcwd()])]
+        spec = WorkerSpec(
+            framework=framework,
+            name=chosen,
+            python=None if python is None else os.fspath(python),
+            env={str(k): str(v) for k, v in (env or {}).items()},
+            path=folders,
+            cwd=os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd(),
+            threads=threads,
+            x64=x64,
+            device=device,
+            start_timeout=start_timeout,
+        )
+        made = self._workers[chosen] = Worker(self._link, self._memory, spec)
+        return made
+
+    def _free_name(self, framework: str) -> str:
+        names = [framework, *(f"{framework}-{i}" for i in range(2, len(self._workers) + 3))]
+        return next(n for n in names if n not in self._workers or not self._workers[n].alive)
+
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedError("this bridge belongs to the parent process; a forked child calls gradwire.connect() itself")
+        if self._closed:
+            raise ClosedError("this bridge was closed; call gradwire.connect() again")
+
+    def __getitem__(self, name: str) -> Worker:
+        """The worker of that name."""
+        try:
+            return self._workers[name]
+        except KeyError:
+            raise UsageError(f"no worker {name!r}; there are {', '.join(self._workers) or 'none'}") from None
+
+    def workers(self) -> list[Worker]:
+        """All workers, in the order they were started."""
+        return list(self._workers.values())
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Figures by worker (see `Worker.stats`)."""
+        return {name: worker.stats() for name, worker in self._workers.items()}
+
+    def last_error(self) -> GradwireError | None:
+        """The last error a call on this bridge raised: compiled code shows its text only."""
+        noted = [w.last_error for w in self._workers.values() if w.last_error is not None]
+        return max(noted, key=lambda entry: entry[0])[1] if noted else None
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+        """An uninitialised numpy array in shared memory: passing it to a worker copies nothing.
+
+        Its bytes are read when the worker runs: do not write it while a call on it is in flight. What a
+        worker keeps for a pullback it copies. The memory is free again when the last view is gone.
+        """
+        self._check_usable()
+        return self._memory.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+
+    def _every_second(self) -> None:
+        for worker in list(self._workers.values()):
+            worker.every_second()
+
+    def close(self) -> None:
+        """End all workers and the broker. Results that are here stay valid. Bounded in time; idempotent."""
+        if self._closed or self._pid != os.getpid():
+            return
+        if any(worker.alive for worker in self._workers.values()):
+            barrier()
+        self._closed = True
+        for worker in self._workers.values():
+            worker.detach()
+        self._link.close()
+
+    def __enter__(self) -> Bridge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

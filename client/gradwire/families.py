@@ -1,0 +1,95 @@
+"""Which framework a tensor is of, without importing any that the program has not imported itself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradwire.site import Site
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import leaf_paths
+
+__all__ = ["FAMILIES", "Face", "barrier", "face_named", "family_of", "family_of_call", "is_leaf", "tensors_named"]
+
+FAMILIES = ("torch", "jax", "tensorflow")
+"""Besides numpy. A family has the name of its framework's top-level module."""
+
+_known: dict[type, str] = {np.ndarray: "numpy"}
+
+
+class Face(Protocol):
+    """What each caller framework's file offers: ``gradwire.numpy``, ``.torch``, ``.jax``, ``.tensorflow``."""
+
+    NAME: str
+    ACCUMULATES: bool
+    """Whether a plain call of a module adds to the module's own gradients when it is pulled back."""
+
+    def call(self, handle: Any, site: Site, operands: list[Any]) -> Any:
+        """Make the call a node of the framework's autodiff; returns the result tree in its tensors."""
+
+
+def family_of(x: Any) -> str:
+    """The family of a tensor; "" for what is none."""
+    kind = type(x)
+    family = _known.get(kind)
+    if family is None:
+        family = _known[kind] = _look_up(x)
+    return family
+
+
+def _look_up(x: Any) -> str:
+    for name in FAMILIES:
+        if name in sys.modules and tensors_named(name).is_tensor(x):
+            return name
+    return "numpy" if isinstance(x, np.ndarray) else ""
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether a value in an argument tree is a tensor."""
+    return family_of(x) != ""
+
+
+def tensors_named(family: str) -> Any:
+    """The family's `gradwire_wire.tensors.TensorFamily`; imports the framework, which its tensors' owner has."""
+    return importlib.import_module(f"gradwire_wire.tensors.{family}")
+
+
+def face_named(family: str) -> Face:
+    """The family's caller face."""
+    try:
+        return importlib.import_module(f"gradwire.{family}")  # type: ignore[return-value]
+    except ModuleNotFoundError as error:
+        if error.name == family:
+            raise UsageError(f"family {family!r} was asked for, but {family} is not installed here") from error
+        raise
+
+
+def family_of_call(leaves: Sequence[Any], structure: bytes, chosen: str | None) -> str:
+    """The one family of a call: numpy arrays mix with any, two others in one call are a UsageError."""
+    family, place = "numpy", -1
+    for i, leaf in enumerate(leaves):
+        other = family_of(leaf)
+        if other != "numpy" and other != family:
+            if family != "numpy":
+                paths = leaf_paths(structure)
+                raise UsageError(
+                    f"{paths[place]} is of {family} and {paths[i]} of {other}: one call takes tensors of one framework "
+                    f"(and numpy). Convert one of them, for instance with numpy"
+                )
+            family, place = other, i
+    if chosen is not None and family not in ("numpy", chosen):
+        raise UsageError(f"{leaf_paths(structure)[place]} is of {family}, but options(family={chosen!r}) was given")
+    return chosen or family
+
+
+def barrier() -> None:
+    """Wait until what compiled programs have dispatched has reached its worker, in every family in use."""
+    for name in FAMILIES:
+        face = sys.modules.get(f"gradwire.{name}")
+        wait = getattr(face, "barrier", None)
+        if wait is not None:
+            wait()

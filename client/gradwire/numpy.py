@@ -1,0 +1,21 @@
+"""The numpy caller: no autodiff of its own, so a call is just a call; see `Remote.vjp` and `Remote.jvp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.handle import Handle
+from gradwire.site import Site
+from gradwire_wire.structures import fill
+from gradwire_wire.tensors.numpy import adopt, export
+
+__all__ = ["ACCUMULATES", "NAME", "call"]
+
+NAME = "numpy"
+ACCUMULATES = False
+
+
+def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
+    """Arrays in, arrays out. Results are private to this process and writable."""
+    outcome = handle.invoke(site, (), [export(x) for x in operands])
+    return fill(outcome.structure, [adopt(c) for c in outcome.carriers if c is not None])

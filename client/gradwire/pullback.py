@@ -1,0 +1,128 @@
+"""Explicit derivatives, for any caller: what `Remote.vjp` and `Remote.jvp` return and do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwire.families import family_of, tensors_named
+from gradwire.handle import Handle
+from gradwire.site import Outcome, Site
+from gradwire_wire import messages
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.errors import DtypeError, ResidualLostError, UsageError
+from gradwire_wire.structures import fill, fill_leaves_only, leaf_paths, leaves_like
+
+__all__ = ["Pullback", "jvp", "vjp"]
+
+
+def vjp(handle: Handle, site: Site, family: str, carriers: list[Carrier]) -> tuple[Any, Pullback]:
+    """The results, and the pullback at them. One message; the graph stays in the worker under a token."""
+    recompute = site.residuals == "recompute"
+    outcome = handle.invoke(site, (), carriers, keep=messages.KEEP_NOTHING if recompute else messages.KEEP)
+    adopt = tensors_named(family).adopt
+    out = fill(outcome.structure, [adopt(c) for c in outcome.carriers if c is not None])
+    return out, Pullback(handle, site, family, carriers, outcome)
+
+
+class Pullback:
+    """``pullback(out_bar)`` gives the cotangents of the arguments; usable until released or collected.
+
+    The cotangent of an argument is the adjoint in Re<a, b>; None where an argument is not a
+    floating-point or complex tensor, zeros where it is one and was not used.
+    """
+
+    def __init__(self, handle: Handle, site: Site, family: str, carriers: list[Carrier], outcome: Outcome) -> None:
+        self._handle, self._site, self._family = handle, site, family
+        self._token, self._structure = outcome.token, outcome.structure
+        self._results = [(c.array.shape, c.dtype) for c in outcome.carriers if c is not None]
+        self._inputs = [(c.array.shape, c.dtype) for c in carriers]
+        self._wrt = tuple(i for i, c in enumerate(carriers) if c.dtype.is_inexact)
+        recompute = site.residuals == "recompute"
+        self._primals = [Carrier(c.array.copy(), c.dtype) for c in carriers] if recompute else [None] * len(carriers)
+        self._released = False
+        self._finalizer = weakref.finalize(self, handle.release, outcome.token)
+        self._finalizer.atexit = False
+
+    def __call__(self, out_bar: Any, *, kwargs: bool = False) -> Any:
+        """The cotangents as a tuple like the positional arguments.
+
+        out_bar: a tree like the results; None, or anything at exact results, stands for zeros.
+        kwargs: return ``(args_bar, kwargs_bar)`` instead. ResidualLostError once released or lost.
+        """
+        if self._released:
+            raise ResidualLostError("this pullback was released; run vjp again")
+        cotangents = self._cotangents(out_bar)
+        word = (("T", self._wrt, len(cotangents)),)
+        try:
+            outcome = self._handle.invoke(self._site, word, [*self._primals, *cotangents], token=self._token)  # type: ignore[list-item]
+        except ResidualLostError as error:
+            raise ResidualLostError(f"{error}. options(residuals='recompute') keeps nothing and computes it again") from error
+        args_bar, kwargs_bar = fill_leaves_only(self._site.structure, self._gradients(outcome))
+        return (tuple(args_bar), kwargs_bar) if kwargs else tuple(args_bar)
+
+    def _cotangents(self, out_bar: Any) -> list[Carrier]:
+        paths = leaf_paths(self._structure, argument_names=False)
+        given = leaves_like(self._structure, out_bar, "the cotangent")
+        return [
+            _like(x, shape, dtype, f"the cotangent of {path}")
+            for x, (shape, dtype), path in zip(given, self._results, paths, strict=True)
+            if dtype.is_inexact
+        ]
+
+    def _gradients(self, outcome: Outcome) -> list[Any]:
+        adopt = tensors_named(self._family).adopt
+        gradients: list[Any] = [None] * len(self._inputs)
+        for i, carrier in zip(self._wrt, outcome.carriers, strict=True):
+            shape, dtype = self._inputs[i]
+            gradients[i] = adopt(carrier or Carrier(np.zeros(shape, dtype.carrier), dtype))
+        return gradients
+
+    def release(self) -> None:
+        """Let the worker drop the graph now instead of when this object is collected."""
+        self._released = True
+        self._finalizer()
+
+
+def jvp(handle: Handle, site: Site, family: str, carriers: list[Carrier], tangents: Any) -> tuple[Any, Any]:
+    """Results and their tangents. tangents: ``[args, kwargs]`` like the primals, None standing for zeros."""
+    paths = leaf_paths(site.structure)
+    given = leaves_like(site.structure, tangents, "the tangents")
+    wrt = tuple(i for i, c in enumerate(carriers) if c.dtype.is_inexact and given[i] is not None)
+    dots = [_like(given[i], carriers[i].array.shape, carriers[i].dtype, f"the tangent of {paths[i]}") for i in wrt]
+    outcome = handle.invoke(site, (), carriers, keep=messages.KEEP)
+    try:
+        moved = handle.invoke(site, (("J", wrt),), [*carriers, *dots], token=outcome.token)
+    finally:
+        handle.release(outcome.token)
+    adopt = tensors_named(family).adopt
+    leaves = [c for c in outcome.carriers if c is not None]
+    it = iter(moved.carriers)
+    out_dot = [_dot(next(it), c) if c.dtype.is_inexact else None for c in leaves]
+    out = fill(outcome.structure, [adopt(c) for c in leaves])
+    return out, fill_leaves_only(outcome.structure, [None if c is None else adopt(c) for c in out_dot])
+
+
+def _dot(carrier: Carrier | None, like: Carrier) -> Carrier:
+    return carrier or Carrier(np.zeros(like.array.shape, like.array.dtype), like.dtype)
+
+
+def _like(x: Any, shape: Sequence[int], dtype: Any, what: str) -> Carrier:
+    """A given (co)tangent as a carrier of exactly that shape and dtype; zeros for None."""
+    if x is None:
+        return Carrier(np.zeros(shape, dtype.carrier), dtype)
+    family = family_of(x)
+    if family:
+        carrier: Carrier = tensors_named(family).export(x)
+    elif isinstance(x, (int, float, complex, np.generic)) and not shape and dtype.carrier == dtype.name:
+        carrier = Carrier(np.asarray(x, dtype.carrier), dtype)
+    else:
+        raise UsageError(f"{what} must be a tensor of shape {tuple(shape)}, not {type(x).__name__}")
+    if carrier.dtype != dtype:
+        raise DtypeError(f"{what} must be {dtype.name} as the value is, not {carrier.dtype.name}; convert it")
+    if carrier.array.shape != tuple(shape):
+        raise UsageError(f"{what} must have shape {tuple(shape)}, not {carrier.array.shape}")
+    return carrier

@@ -1,0 +1,240 @@
+"""A remote function or module as an ordinary function of its caller: what users hold.
+
+The whole idea on one screen: flatten the arguments, see which family they are of, and let that
+family's face make the call a node of its own autodiff. All ways lead to `Handle.invoke`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from gradwire import pullback
+from gradwire.background import Background
+from gradwire.families import FAMILIES, barrier, face_named, family_of, family_of_call, is_leaf, tensors_named
+from gradwire.handle import Handle
+from gradwire.pullback import Pullback
+from gradwire.site import Site, SpecResult
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import dtype_named
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import fill, flatten, positional
+
+__all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
+
+
+class ShapeDtype(NamedTuple):
+    """Shape and dtype (by name) of a tensor that is not there: in `Remote.spec` and ``options(out_spec=...)``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `Remote.options` sets; never mixed with the function's own keywords."""
+
+    timeout: float | None = None
+    seed: int | None = None
+    residuals: str = "keep"
+    compile: bool | str = "auto"
+    vmap: str = "batch"
+    out_spec: Any = None
+    family: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not self.timeout > 0:
+            raise UsageError(f"timeout must be a positive number of seconds or None, not {self.timeout!r}")
+        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**63):
+            raise UsageError(f"seed must be an integer from 0 to 2**63 - 1 or None, not {self.seed!r}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "residuals": ("keep", "recompute"),
+    "compile": ("auto", True, False),
+    "vmap": ("batch", "sequential"),
+    "family": (None, "numpy", *FAMILIES),
+}
+
+
+class Remote:
+    """Call it like the function it stands for: tensors of one framework in, tensors of that framework out."""
+
+    def __init__(self, handle: Handle, background: Background, options: Options | None = None) -> None:
+        self.handle = handle
+        self._background = background
+        self._options = options or Options()
+
+    def __repr__(self) -> str:
+        return f"<gradwire.Remote {self.handle.name}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call. Blocks until the worker answers, dies, or ``options(timeout=...)`` passes.
+
+        Results belong to the caller and are writable; they stay valid whatever happens to the worker.
+        Raises RemoteError (also as the builtin type) for what the remote code raises.
+        """
+        structure, leaves = self._flatten(args, kwargs)
+        face = face_named(family_of_call(leaves, structure, self._options.family))
+        site = self._site(structure, accumulate=self.handle.is_module and face.ACCUMULATES)
+        return face.call(self.handle, site, leaves)
+
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
+        """Results and pullback, for any caller (see `Pullback`).
+
+        A module's own gradients accumulate at each pullback, as with ``backward()``.
+        """
+        site, family, carriers = self._exported(args, kwargs, accumulate=self.handle.is_module)
+        return pullback.vjp(self.handle, site, family, carriers)
+
+    def jvp(self, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Forward mode: results and their tangents; a tangent of None is zero."""
+        if len(primals) != len(tangents):
+            raise UsageError(f"{len(primals)} primals and {len(tangents)} tangents")
+        site, family, carriers = self._exported(primals, {})
+        return pullback.jvp(self.handle, site, family, carriers, [list(tangents), {}])
+
+    def spec(self, *args: Any, **kwargs: Any) -> Any:
+        """The result tree with a `ShapeDtype` in place of each tensor; user code does not run for real.
+
+        Arguments may be tensors or `ShapeDtype`. UsageError where the shape depends on values.
+        """
+        structure, leaves = flatten([list(args), kwargs], lambda x: isinstance(x, ShapeDtype) or is_leaf(x))
+        result = self.handle.spec(self._site(structure), tuple(_aval_of(x) for x in leaves))
+        return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Make the call without waiting; tensors must not be written until it is done."""
+        return self._background.submit(lambda: self(*args, **kwargs))
+
+    async def aio(self, *args: Any, **kwargs: Any) -> Any:
+        """``await remote.aio(x)``: the event loop goes on meanwhile."""
+        return await asyncio.wrap_future(self.submit(*args, **kwargs))
+
+    def options(self, **changes: Any) -> Remote:
+        """A new proxy of the same remote thing.
+
+        timeout: seconds a call may take. seed: makes calls reproducible. residuals: "keep", or "recompute" the
+        forward at the pullback. compile: "auto", True, False. vmap: "batch" or "sequential". out_spec: result tree of
+        `ShapeDtype`, where it cannot be found out. family: the result's, where no argument tells it.
+        """
+        known = [f.name for f in fields(Options)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise UsageError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+        return Remote(self.handle, self._background, replace(self._options, **changes))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool | None:
+        """The module's mode; None for functions and modules that have none."""
+        return self.handle.training
+
+    def train(self, mode: bool = True) -> Remote:
+        """Training mode for the calls that follow; what was dispatched before runs in the old one."""
+        self._change("train", bool(mode))
+        self.handle.training = self._change("training")
+        return self
+
+    def eval(self) -> Remote:
+        """Evaluation mode for the calls that follow."""
+        return self.train(False)
+
+    def parameters(self) -> dict[str, Any]:
+        """Trainable tensors by name: copies, of ``options(family=...)`` or numpy."""
+        return dict(self._change("parameters"))
+
+    def buffers(self) -> dict[str, Any]:
+        """The state that is not trained, by name."""
+        return dict(self._change("buffers"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the state by name."""
+        return dict(self._change("state_dict"))
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Replace the state, all or nothing. UsageError names what is missing, unexpected or misshapen."""
+        self._change("load_state_dict", dict(state), strict=bool(strict))
+
+    def grads(self) -> dict[str, Any]:
+        """Gradients accumulated in the worker by parameter name; None where there are none."""
+        return dict(self._change("grads"))
+
+    def optimizer(self, target: str, **kwargs: Any) -> Optimizer:
+        """An optimizer of the worker's framework over this module's parameters, such as ``"torch.optim:Adam"``."""
+        return Optimizer(self._change, self._change("optimizer", target, kwargs))
+
+    def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        barrier()  # or this would overtake what a compiled program has dispatched
+        structure, leaves = self._flatten(args, kwargs)
+        tree, carriers = self.handle.change_state(verb, structure, [_export(x) for x in leaves], self._options.timeout)
+        adopt = tensors_named(self._options.family or "numpy").adopt
+        return fill(tree, [adopt(c) for c in carriers])
+
+    # -- how a call is described -----------------------------------------------------------------
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[Any]]:
+        if not kwargs and all(map(family_of, args)):
+            return positional(len(args)), list(args)
+        return flatten([list(args), kwargs], is_leaf)
+
+    def _site(self, structure: bytes, **overrides: Any) -> Site:
+        options, handle = self._options, self.handle
+        settings: dict[str, Any] = {
+            "training": handle.training,
+            "stateful": bool(handle.training),
+            "seed": options.seed,
+            "compile": None if options.compile == "auto" else bool(options.compile),
+            "timeout_s": options.timeout,
+            "residuals": options.residuals,
+            "vmap": options.vmap,
+            "out_spec": None if options.out_spec is None else _spec_result(options.out_spec),
+        }
+        return Site(structure, **{**settings, **overrides})
+
+    def _exported(self, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> tuple[Site, str, list[Carrier]]:
+        structure, leaves = self._flatten(args, kwargs)
+        family = family_of_call(leaves, structure, self._options.family)
+        return self._site(structure, **overrides), family, [_export(x) for x in leaves]
+
+
+class Optimizer:
+    """An optimizer in the worker. Its methods wait for what compiled programs have dispatched."""
+
+    def __init__(self, change: Callable[..., Any], number: int) -> None:
+        self._change, self._number = change, number
+
+    def step(self) -> None:
+        """Apply the accumulated gradients. UsageError where no pullback has accumulated any."""
+        self._change("step", self._number)
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients."""
+        self._change("zero_grad", self._number)
+
+
+def _export(x: Any) -> Carrier:
+    carrier: Carrier = tensors_named(family_of(x)).export(x)
+    return carrier
+
+
+def _aval_of(x: Any) -> Aval:
+    if not isinstance(x, ShapeDtype):
+        aval: Aval = tensors_named(family_of(x)).aval(x)
+        return aval
+    dtype = dtype_named(x.dtype)
+    if dtype is None:
+        raise UsageError(f"{x.dtype!r} is not the name of a dtype that can be sent")
+    return Aval(tuple(x.shape), dtype)
+
+
+def _spec_result(tree: Any) -> SpecResult:
+    structure, leaves = flatten(tree, lambda x: isinstance(x, ShapeDtype), "out_spec")
+    return SpecResult(tuple(_aval_of(x) for x in leaves), structure)
