@@ -1,0 +1,128 @@
+"""Remote functions for programs of JAX: `call` makes each an ordinary function under every transformation.
+
+See `gradwire.jax.primitive` for how a call becomes a node of a JAX program, and `gradwire.jax.callback` for
+how that node reaches the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradwire.families import family_of_call, is_leaf
+from gradwire.jax.callback import barrier
+from gradwire.jax.derived import Derived
+from gradwire.jax.primitive import bind, element_type
+from gradwire.site import Site
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import DtypeError, GradwireError, UnsupportedTensorError, UsageError
+from gradwire_wire.structures import fill, flatten, leaf_paths
+from gradwire_wire.tensors import jax as tensors
+from gradwire_wire.tensors import numpy as numpy_tensors
+
+if TYPE_CHECKING:
+    from gradwire.handle import Handle
+    from gradwire.remote import Remote
+
+__all__ = ["ACCUMULATES", "NAME", "barrier", "call", "functional"]
+
+NAME = "jax"
+ACCUMULATES = False  # a JAX function has no hidden effects: `functional` is how a module is trained
+
+
+def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
+    """The remote function at JAX arrays, tracers and numpy arrays; its result tree with JAX arrays.
+
+    Outside of jit it blocks until the results are there and raises gradwire's own errors; in jit the errors are
+    XLA's, with the remote message and traceback in their text. numpy arrays are copied: they are constants.
+    Raises DtypeError for 64-bit arguments and results while JAX would narrow them.
+    """
+    if site.stateful and site.residuals != "keep":
+        raise UsageError(
+            f"{handle.name}: options(residuals='recompute') would run a call that moves state a second time for its "
+            "pullback. Leave it at 'keep', or call the module in eval mode"
+        )
+    arrays = [_array(x, i, site) for i, x in enumerate(operands)]
+    avals = tuple(tensors.aval(x) for x in arrays)
+    try:
+        spec = handle.spec(site, avals)
+    except GradwireError:
+        if _is_traced(arrays):
+            raise
+        return _call_now(handle, site, arrays)
+    for i, aval in enumerate(spec.avals):
+        _check_result(handle, spec.structure, i, aval)
+    if not spec.avals and not _is_traced(arrays):
+        return _call_now(handle, site, arrays)
+    return fill(spec.structure, bind(Derived(handle, site), None, arrays))
+
+
+def _array(x: Any, i: int, site: Site) -> Any:
+    """Operand i as JAX takes it. Refused by name: what JAX would narrow, and what cannot be sent."""
+    try:
+        if isinstance(x, jax.Array):
+            element_type(tensors.aval(x).dtype)
+            return x
+        element = element_type(numpy_tensors.aval(x).dtype)
+        return jnp.array(x.astype(element, copy=False))
+    except (DtypeError, UnsupportedTensorError) as error:
+        names = [*(["the anchor"] if site.anchored else []), *leaf_paths(site.structure)]
+        raise type(error)(f"{names[i]}: {error}") from None
+
+
+def _check_result(handle: Handle, structure: bytes, i: int, aval: Aval) -> None:
+    try:
+        element_type(aval.dtype)
+    except (DtypeError, UnsupportedTensorError) as error:
+        name = leaf_paths(structure, argument_names=False)[i]
+        raise type(error)(f"{name} of {handle.name}: {error}") from None
+
+
+def _is_traced(arrays: Sequence[Any]) -> bool:
+    """Whether a call now would be recorded rather than made."""
+    return any(isinstance(x, jax.core.Tracer) for x in (*arrays, jnp.zeros(())))
+
+
+def _call_now(handle: Handle, site: Site, arrays: Sequence[Any]) -> Any:
+    """Without a program: for results whose shapes only the call itself can tell, and for calls without results."""
+    if site.stateful:
+        barrier()
+    outcome = handle.invoke(site, (), [tensors.export(x) for x in arrays])
+    return fill(outcome.structure, [tensors.adopt(c) for c in outcome.carriers if c is not None])
+
+
+def functional(remote: Remote, owner: str = "caller") -> tuple[Callable[..., Any], Any]:
+    """A remote module as ``apply(anchor, *args, **kwargs)``, and the anchor to differentiate it by.
+
+    ``owner="worker"``: the worker owns the parameters. Each pullback that reaches the anchor adds to the module's
+    own gradients, which an optimizer of `Remote.optimizer` applies; the anchor is a float32 zero and its gradient
+    is zero. Train by ``jax.value_and_grad(loss, (0, 1))(head, anchor)`` or the like.
+    """
+    if owner != "worker":
+        raise UsageError(
+            f"functional({remote!r}, owner={owner!r}): parameters owned by the caller are not there yet. With "
+            "owner='worker' the module is trained by an optimizer in its own process (Remote.optimizer)"
+        )
+
+    def apply(anchor: Any, *args: Any, **kwargs: Any) -> Any:
+        structure, leaves = flatten([list(args), kwargs], is_leaf)
+        family_of_call(leaves, structure, NAME)
+        site = remote._site(structure, accumulate=True, anchored=True, stateful=True)
+        return call(remote.handle, site, [_checked_anchor(anchor), *leaves])
+
+    return apply, jnp.float32(0)
+
+
+def _checked_anchor(anchor: Any) -> Any:
+    if isinstance(anchor, (float, np.generic)):
+        anchor = jnp.float32(anchor)
+    if not isinstance(anchor, (jax.Array, np.ndarray)) or anchor.shape != () or anchor.dtype != np.float32:
+        raise UsageError(
+            "the first argument of apply must be the anchor that functional() gave with it, a float32 scalar; "
+            f"this is {anchor!r:.80}"
+        )
+    return anchor

@@ -1,0 +1,259 @@
+"""From XLA down to `Handle.invoke`, and what happens at once where no program is being traced.
+
+Theory of operation. A node of a compiled program is a Python callback on numpy arrays. XLA runs it on the
+thread that dispatches the program or, where operands are still being computed, on one of its own; two may run
+at once, and denormals may be flushed. So it copies and never computes, never calls JAX, and keeps nothing: the
+operands are views of XLA's memory that end with the callback.
+
+Errors. XLA keeps an error's text alone. Where the caller waits (`evaluate`), the original is raised; in a
+compiled program of the user's, the text carries the remote message and traceback.
+
+Order. Nodes that move state thread XLA's token of JAX's ordered effect through the callback. Outside of compiled
+programs the caller waits before (`barrier`) and after, which needs no token and leaves none behind. If an ordered
+callback fails on a thread of XLA's, JAX up to 0.10 hands its failed token to all later ordered programs of the
+dispatching thread; `barrier` ends that.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+
+from gradwire.jax.derived import Derived, describe, has_empty_batch, parities
+from gradwire.jax.failures import recall, remember
+from gradwire.jax.primitive import element_type, ordered_effect, primitive, results_of
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import BOOL
+from gradwire_wire.errors import ProtocolError, UsageError
+from gradwire_wire.messages import KEEP_ROWS
+from gradwire_wire.tensors import jax as tensors
+
+__all__ = ["Crossing", "barrier"]
+
+TOKENS = 1 << 32
+
+
+class Crossing:
+    """One node's callback: everything that does not change from call to call is worked out here, once.
+
+    Called with the token, if any, and the operands as numpy arrays, valid during the call; returns the results,
+    and the token if one is kept, as numpy arrays. Blocks as `Handle.invoke` does; any thread.
+    """
+
+    def __init__(self, derived: Derived, operands: Sequence[Any]) -> None:
+        """operands: abstract, without the token. Raises DtypeError, or what `Handle.spec` raises."""
+        avals = tuple(tensors.aval(x) for x in operands)
+        of_operands, of_results = parities(derived.word, len(avals))
+        self._derived = derived
+        self._site = derived.message_site
+        self._has_token = derived.token_ops is not None
+        self._structure = b"" if derived.word else derived.handle.spec(derived.site, avals).structure
+        self._operands = [(a.dtype, _conjugation(a, p)) for a, p in zip(avals, of_operands, strict=True)]
+        self._results = results_of(derived, operands)
+        self._elements = [element_type(a.dtype) for a in self._results]
+        odd = of_results or [0] * len(self._results)
+        self._conjugations = [_conjugation(a, p) for a, p in zip(self._results, odd, strict=True)]
+        self._is_empty = has_empty_batch(derived.word, avals)
+
+    def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        try:
+            token: int | np.ndarray = 0
+            if self._has_token:
+                token, arrays = _token_of(arrays[0]), arrays[1:]
+            return self._nothing() if self._is_empty else self._cross(token, arrays)
+        except BaseException as error:
+            failed = remember(error, self._derived)
+        raise failed
+
+    def _cross(self, token: int | np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        derived = self._derived
+        carriers = [
+            Carrier(_carrying(turn(x) if turn else x, dtype.carrier), dtype)
+            for x, (dtype, turn) in zip(arrays, self._operands, strict=True)
+        ]
+        outcome = derived.handle.invoke(
+            self._site,
+            derived.word,
+            carriers,
+            keep=derived.keep,
+            token=token,
+            token_ops=derived.token_ops or 0,
+        )
+        try:
+            results = self._checked(outcome.carriers, outcome.structure)
+        except BaseException:
+            derived.handle.release(outcome.token)
+            raise
+        return (*results, self._kept(outcome.token, results)) if derived.keep else tuple(results)
+
+    def _checked(self, carriers: Sequence[Carrier | None], structure: bytes) -> list[np.ndarray]:
+        if structure != self._structure and not self._derived.word:
+            raise UsageError(
+                f"{describe(self._derived)}: the result tree differs from the one this call was traced with. Python "
+                "values in a result are part of the traced program: return what changes from call to call as a tensor"
+            )
+        if len(carriers) != len(self._results):
+            raise ProtocolError(
+                f"{describe(self._derived)}: {len(carriers)} results arrived where {len(self._results)} were announced"
+            )
+        return [self._result(i, carrier) for i, carrier in enumerate(carriers)]
+
+    def _result(self, i: int, carrier: Carrier | None) -> np.ndarray:
+        aval, element = self._results[i], self._elements[i]
+        if carrier is None and self._derived.word:
+            return np.zeros(aval.shape, element)
+        if carrier is None or carrier.array.shape != aval.shape or carrier.dtype != aval.dtype:
+            came = "nothing" if carrier is None else f"{carrier.dtype.name}{list(carrier.array.shape)}"
+            raise UsageError(
+                f"{describe(self._derived)}: result {i} was announced as {aval.dtype.name}{list(aval.shape)} when this "
+                f"call was traced, and {came} arrived. Where shapes or dtypes depend on values, make the call outside "
+                "of jit, or give options(out_spec=...) and keep to it"
+            )
+        array = carrier.array
+        if aval.dtype == BOOL:  # any byte but 0 is true, and XLA computes with the byte
+            return np.asarray(np.not_equal(array.view(np.uint8), 0))
+        turn = self._conjugations[i]
+        return _carrying(turn(array) if turn else array, element)
+
+    def _kept(self, token: int, results: Sequence[np.ndarray]) -> np.ndarray:
+        rows = len(results[0]) if self._derived.keep == KEEP_ROWS else None
+        kept = np.zeros((2,) if rows is None else (rows, 2), np.uint32)
+        if token < TOKENS:
+            kept[..., 0] = token
+            kept[..., 1] = 0 if rows is None else np.arange(rows)
+        return kept
+
+    def _nothing(self) -> tuple[np.ndarray, ...]:
+        results = [np.zeros(a.shape, e) for a, e in zip(self._results, self._elements, strict=True)]
+        return (*results, self._kept(0, results)) if self._derived.keep else tuple(results)
+
+
+def _token_of(array: np.ndarray) -> int | np.ndarray:
+    """What a token operand says to `Handle.invoke`; 0 where it names nothing."""
+    if array.ndim == 1:
+        return int(array[0])
+    return array.copy() if array.size and array[:, 0].all() else 0
+
+
+def _carrying(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The same bits under a dtype of the same size."""
+    return array if array.dtype == dtype else array.view(dtype)
+
+
+def _conjugation(aval: Aval, parity: int) -> Callable[[np.ndarray], np.ndarray] | None:
+    return _conjugate if parity and aval.dtype.name.startswith("complex") else None
+
+
+def _conjugate(array: np.ndarray) -> np.ndarray:
+    """A conjugated copy, by its sign bits: arithmetic might flush denormals here."""
+    copy = np.array(array, order="C")
+    bits = copy.reshape(-1).view(np.uint32 if copy.itemsize == 8 else np.uint64)
+    bits[1::2] ^= bits.dtype.type(1 << (bits.itemsize * 8 - 1))
+    return copy
+
+
+# ---- In compiled programs ------------------------------------------------------------------------------------------
+
+
+def _lower(context: Any, *values: Any, derived: Derived) -> Sequence[Any]:
+    """The node as a callback; a node that moves state takes XLA's token and hands it on."""
+    crossing = Crossing(derived, context.avals_in[derived.token_ops is not None :])
+    call = partial(mlir.emit_python_callback, context, crossing)
+    ends = list(values), context.avals_in, context.avals_out
+    if not derived.ordered:
+        results, _, _ = call(None, *ends, has_side_effect=derived.moves_state)
+        return results  # type: ignore[no-any-return]
+    effect = ordered_effect()
+    before = context.tokens_in.get(effect)
+    in_tuple = isinstance(before, tuple)  # up to jax 0.4
+    results, after, _ = call(before[0] if in_tuple else before, *ends, has_side_effect=True)
+    context.set_tokens_out(mlir.TokenSet({effect: (after,) if in_tuple else after}))
+    return results  # type: ignore[no-any-return]
+
+
+mlir.register_lowering(primitive, _lower)
+
+
+# ---- At once -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _compiled(derived: Derived) -> Any:
+    def gradwire(*values: Any) -> Any:
+        return primitive.bind(*values, derived=derived)
+
+    return jax.jit(gradwire)
+
+
+@primitive.def_impl
+def _evaluate(*values: Any, derived: Derived) -> list[Any]:
+    """Evaluate a node now, through a cached program of it alone; waits, and raises the original error."""
+    if derived.moves_state:
+        barrier()
+    if jax.config.jax_disable_jit:
+        with jax.disable_jit(False):
+            return _evaluate_compiled(values, derived)
+    return _evaluate_compiled(values, derived)
+
+
+def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
+    try:
+        jax.block_until_ready(values)  # then the callback runs on this thread, where Ctrl-C reaches it
+        results = _compiled(replace(derived, waits=True))(*values)
+        jax.block_until_ready(results)
+    except Exception as error:
+        failure = recall(error)
+        if failure is None:
+            raise
+        raise failure.error from None
+    if derived.keep:
+        _release_with(results[-1], derived)
+    return results  # type: ignore[no-any-return]
+
+
+def _release_with(kept: Any, derived: Derived) -> None:
+    """Give the token back when the array that holds it is dropped."""
+    tokens = np.asarray(kept)
+    token = int(tokens.flat[0]) if tokens.size else 0
+    if token:
+        weakref.finalize(kept, derived.handle.release, token).atexit = False
+
+
+def barrier() -> None:
+    """Wait until every call that moves state, dispatched by this thread in compiled programs, has happened.
+
+    Raises the original error of one that failed, once; after that, later calls work.
+    """
+    try:
+        jax.effects_barrier()
+    except Exception as error:
+        failure = recall(error)
+        if failure is None and not _is_ours(error):
+            raise
+        _drop_failed_tokens()
+        if failure is not None and failure.moved_state:
+            raise failure.error from None
+
+
+def _is_ours(error: BaseException) -> bool:
+    return "CallbackError" in str(error)
+
+
+def _drop_failed_tokens() -> None:
+    """Let JAX forget the tokens of a failed program.
+
+    JAX up to 0.10 has no public way: its own barrier raises before it forgets, and the thread could never
+    again run an ordered program. Where this private one is not there, nothing is lost but that.
+    """
+    tokens = getattr(sys.modules.get("jax._src.dispatch"), "runtime_tokens", None)
+    clear = getattr(tokens, "clear", None)
+    if clear is not None:
+        clear()

@@ -1,0 +1,246 @@
+"""One primitive whose parameter says which derived function of a remote function it is, and JAX's rules for it.
+
+Operands: the token of a kept forward if ``derived.token_ops`` is not None, then what the word takes. Results:
+what the word gives, then a token if ``derived.keep``. The tangent and the pullback transpose into each other,
+the batched form stacks on either, so no order and no mix of transformations is special. All names are public.
+
+A forward that is differentiated keeps its graph in the worker, and its derivatives name the token; a rule for
+dead code takes that back where nothing derives from it. Nodes that move state carry JAX's ordered effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
+
+from gradwire.jax.derived import Derived, describe
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import DType
+from gradwire_wire.errors import UsageError
+from gradwire_wire.messages import KEEP, KEEP_NOTHING, KEEP_ROWS
+from gradwire_wire.tensors import jax as tensors
+from gradwire_wire.words import linear_count, result_avals
+
+__all__ = ["bind", "element_type", "ordered_effect", "primitive", "results_of"]
+
+primitive = Primitive("gradwire")
+primitive.multiple_results = True
+
+_typeof = getattr(jax, "typeof", None) or jax.core.get_aval
+
+
+def bind(derived: Derived, token: Any, operands: Sequence[Any]) -> list[Any]:
+    """The node at these operands. ``token``: an array exactly if ``derived.token_ops`` says so, else None."""
+    return primitive.bind(*([] if token is None else [token]), *operands, derived=derived)  # type: ignore[no-any-return]
+
+
+def _split(derived: Derived, values: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """(token or None, operands)"""
+    return (None, list(values)) if derived.token_ops is None else (values[0], list(values[1:]))
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(_typeof(x).dtype, jnp.inexact))
+
+
+# ---- Abstract evaluation -------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def ordered_effect() -> Any:
+    """JAX's effect of ordered I/O, read off a program that has it: there is no public name for it."""
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    (effect,) = jax.make_jaxpr(lambda x: io_callback(lambda v: v, scalar, x, ordered=True))(scalar).effects
+    return effect
+
+
+def element_type(dtype: DType) -> np.dtype:
+    """JAX's element type of a wire type. DtypeError where JAX would narrow it, UnsupportedTensorError if it has none."""
+    return tensors.numpy_view(Carrier(np.zeros(0, dtype.carrier), dtype)).dtype
+
+
+def results_of(derived: Derived, operands: Sequence[Any]) -> list[Aval]:
+    """Shapes and dtypes of the results, the token left out. ``operands``: anything with shape and dtype."""
+    return result_avals(
+        derived.word,
+        [tensors.aval(x) for x in operands],
+        lambda avals: derived.handle.spec(derived.site, avals).avals,
+    )
+
+
+@primitive.def_effectful_abstract_eval
+def _abstract(*avals: Any, derived: Derived) -> tuple[list[Any], set[Any]]:
+    _, operands = _split(derived, avals)
+    results = [ShapedArray(a.shape, element_type(a.dtype)) for a in results_of(derived, operands)]
+    if derived.keep:
+        rows = results[0].shape[:1] if derived.keep == KEEP_ROWS else ()
+        results.append(ShapedArray((*rows, 2), np.dtype(np.uint32)))
+    return results, {ordered_effect()} if derived.ordered else set()
+
+
+# ---- Forward mode --------------------------------------------------------------------------------------------------
+
+
+def _zero(x: Any) -> Any:
+    aval = _typeof(x)
+    return ad.Zero(aval.to_tangent_aval() if hasattr(aval, "to_tangent_aval") else aval.at_least_vspace())
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, derived: Derived) -> tuple[list[Any], list[Any]]:
+    token, operands = _split(derived, primals)
+    _, directions = _split(derived, tangents)
+    moving = [
+        i
+        for i, (x, d) in enumerate(zip(operands, directions, strict=True))
+        if type(d) is not ad.Zero and _is_inexact(x)
+    ]
+    if not (moving and any(a.dtype.is_inexact for a in results_of(derived, operands))):
+        results = bind(derived, token, operands)
+        return results, [_zero(y) for y in results]
+    fixed = len(operands) - linear_count(derived.word)
+    if moving[0] >= fixed and not derived.keep:  # linear in all that moves: it is its own tangent
+        lines = [ad.instantiate_zeros(d) for d in directions[fixed:]]
+        quiet = replace(derived, quiet=True)
+        return bind(derived, token, operands), bind(quiet, token, [*operands[:fixed], *lines])
+    return _jvp_of_forward(derived, token, operands, tuple(moving), [directions[i] for i in moving])
+
+
+def _jvp_of_forward(
+    derived: Derived, token: Any, operands: list[Any], moving: tuple[int, ...], lines: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The node with its graph kept, and its tangent from that graph."""
+    op = ("J", moving)
+    if derived.keep == KEEP_ROWS or derived.site.residuals != "keep":  # rows have no graph of graphs: afresh
+        results = bind(derived, token, operands)
+        moved = bind(derived.then(op, None), None, [*operands, *lines])
+        kept = results.pop() if derived.keep else None
+    else:
+        *results, kept = bind(replace(derived, keep=KEEP), token, operands)
+        moved = bind(derived.then(op, len(derived.word)), kept, [*operands, *lines])
+    directions = iter(moved)
+    moves = [next(directions) if _is_inexact(y) else _zero(y) for y in results]
+    return (results + [kept], moves + [_zero(kept)]) if derived.keep else (results, moves)
+
+
+ad.primitive_jvps[primitive] = _jvp
+
+
+# ---- Transposition -------------------------------------------------------------------------------------------------
+
+
+def _transpose(cotangents: Sequence[Any], *values: Any, derived: Derived) -> list[Any]:
+    """J into T and T into J; batch axes that a linear operand does not have are summed over."""
+    token, operands = _split(derived, values)
+    word = derived.word
+    at = max(i for i, op in enumerate(word) if op[0] != "V")
+    op, batches = word[at], word[at + 1 :]
+    fixed = len(operands) - linear_count(word)
+    wanted = [j for j, x in enumerate(operands[fixed:]) if ad.is_undefined_primal(x)]
+    if op[0] == "J":
+        turned: tuple[Any, ...] = ("T", tuple(op[1][j] for j in wanted), len(cotangents))
+    else:
+        turned = ("J", op[1])
+    axes = [("V", v[1][:fixed] + (True,) * len(cotangents)) for v in batches]
+    new = replace(derived.then(turned, derived.token_ops), word=(*word[:at], turned, *axes))
+    lines = [ad.instantiate_zeros(c) for c in cotangents]
+    results = bind(new, token, [*operands[:fixed], *lines])
+    if op[0] == "T":
+        results = [results[j] for j in wanted]
+    answers = [None] * len(values)
+    for j, y in zip(wanted, results, strict=True):
+        answers[len(values) - len(operands) + fixed + j] = _sum_shared(y, [v[1][fixed + j] for v in batches])
+    return answers
+
+
+def _sum_shared(x: Any, mapped: Sequence[bool]) -> Any:
+    """Sum over the leading axes of batches that the operand was shared by; ``mapped``: innermost first."""
+    axes = tuple(i for i, own in enumerate(reversed(mapped)) if not own)
+    return x.sum(axis=axes) if axes else x
+
+
+ad.primitive_transposes[primitive] = _transpose
+
+
+# ---- Batching ------------------------------------------------------------------------------------------------------
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, derived: Derived) -> tuple[list[Any], list[Any]]:
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    mapped = [d is not None for d in dims]
+    if derived.site.vmap == "sequential" or (derived.site.stateful and not derived.moves_state):
+        return _row_by_row(args, mapped, derived)
+    if derived.moves_state:
+        raise UsageError(
+            f"vmap over {describe(derived)}, which moves the state of its module: one batched call and one call for "
+            "each row differ there. For the latter say remote.options(vmap='sequential'); for the former let the "
+            "remote function take the whole batch, or call it in eval mode"
+        )
+    token, operands = _split(derived, args)
+    axes = tuple(mapped[len(args) - len(operands) :])
+    if token is not None and mapped[0] and token.ndim != 2:
+        token, derived = None, replace(derived, token_ops=None)  # rows of rows: afresh
+    if not any(axes):  # the token alone is mapped, and the primals are those of every row
+        results, own = _bind_without_keeping(replace(derived, token_ops=None), None, operands)
+        return results, [None] * len(results)
+    op = ("V", axes)
+    if derived.keep == KEEP and token is None and not derived.is_batched:
+        results = bind(replace(derived, word=(*derived.word, op), keep=KEEP_ROWS), None, operands)
+        return results, [0] * len(results)
+    results, own = _bind_without_keeping(replace(derived, word=(*derived.word, op)), token, operands)
+    return results, [0] * own + [None] * (len(results) - own)
+
+
+def _bind_without_keeping(derived: Derived, token: Any, operands: list[Any]) -> tuple[list[Any], int]:
+    """Results, with tokens that stand for nothing where one is expected; and how many are none of those."""
+    results = bind(replace(derived, keep=KEEP_NOTHING), token, operands)
+    own = len(results)
+    if derived.keep:
+        rows = results[0].shape[1:2] if derived.keep == KEEP_ROWS else ()
+        results = [*results, jnp.zeros((*rows, 2), jnp.uint32)]
+    return results, own
+
+
+def _row_by_row(args: list[Any], mapped: list[bool], derived: Derived) -> tuple[list[Any], list[Any]]:
+    """A call for each row, first row first."""
+
+    def one(row: Sequence[Any]) -> list[Any]:
+        values = iter(row)
+        operands = [next(values) if own else x for x, own in zip(args, mapped, strict=True)]
+        return primitive.bind(*operands, derived=derived)  # type: ignore[no-any-return]
+
+    results = jax.lax.map(one, [x for x, own in zip(args, mapped, strict=True) if own])
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[primitive] = _batch
+
+
+# ---- Dead code -----------------------------------------------------------------------------------------------------
+
+
+def _remove_dead(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """A node nobody uses goes, unless it moves state; a graph nobody derives from is not kept."""
+    equation = rest[-1]  # jax 0.12 has a further argument before it
+    derived = equation.params["derived"]
+    if not any(used) and not derived.ordered:
+        return [False] * len(equation.invars), None
+    if derived.keep and not used[-1]:
+        equation = equation.replace(
+            params={**equation.params, "derived": replace(derived, keep=KEEP_NOTHING)},
+            outvars=equation.outvars[:-1],
+        )
+    return [True] * len(equation.invars), equation
+
+
+pe.dce_rules[primitive] = _remove_dead
