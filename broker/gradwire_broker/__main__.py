@@ -1,0 +1,68 @@
+"""The life of a broker's process: ``main`` is called by `gradwire_wire.spawn.BOOT`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+
+from gradwire_broker.broker import Broker
+from gradwire_broker.runtime import NoRuntimeFolder, RuntimeFolder
+from gradwire_wire import process
+from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
+from gradwire_wire.spawn import Lent
+
+LAST_MESSAGES_S = 0.02  # ZeroMQ's own thread sends what was said last
+
+
+def main(lifeline_fd: int) -> int:
+    """Serve the program that started this process, until it ends. Returns the exit code."""
+    process.reset_signals()
+    process.raise_descriptor_limit()
+    os.umask(0o077)
+    lifeline = Lifeline.inherited(lifeline_fd)
+    config = lifeline.receive_nowait()
+    assert isinstance(config, BrokerConfig)
+    try:
+        folder = RuntimeFolder.make(os.environ)
+    except NoRuntimeFolder as error:
+        return _could_not(lifeline, str(error))
+    try:
+        return _serve(config, lifeline, folder)
+    finally:
+        folder.remove()
+
+
+def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder) -> int:
+    address = f"ipc://{folder.path}/broker.zmq"
+    try:
+        broker = Broker(address, folder.path, bytes.fromhex(config.token), Lent(config.lent_to_workers, []))
+        broker.heed_signals()
+        if not broker.belong_to(config.owner_pid, lifeline):
+            return 0
+        lifeline.send_nowait(BrokerReady(address, str(folder.path)))
+    except LifelineEnded:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        return _could_not(lifeline, f"{type(error).__name__}: {error}")
+    try:
+        broker.serve()
+    finally:
+        broker.kill_all()
+        time.sleep(LAST_MESSAGES_S)
+    return 0
+
+
+def _could_not(lifeline: Lifeline, why: str) -> int:
+    with contextlib.suppress(LifelineEnded):
+        lifeline.send_nowait(CouldNot(why))
+    return 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit("gradwire_broker is started by gradwire itself: use gradwire.connect()")

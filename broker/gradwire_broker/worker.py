@@ -1,0 +1,280 @@
+"""One worker process, from its command line to its last words.
+
+::
+
+    STARTING ──WorkerReady──► READY ──┐
+        │                             ├── asked, terminated, killed ──► its process ends ──► finished
+        └──CouldNot, time is up───────┘      (or it dies at any time)
+
+The broker's loop calls in when one of the three descriptors is readable: the lifeline, the output, the
+pidfd; and when `due` has come. Nothing here blocks, except that starting a process waits for its exec.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gradwire_broker.environment import THREADS, worker_environment
+from gradwire_broker.interpreters import NoInterpreter, find_interpreter
+from gradwire_broker.output import Tail
+from gradwire_broker.reports import End, end_of, ended_early, not_started, timed_out
+from gradwire_wire.control import Start
+from gradwire_wire.errors import ProtocolError
+from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnded, WorkerConfig, WorkerReady
+from gradwire_wire.process import open_pidfd
+from gradwire_wire.spawn import Lent, shown, spawn
+
+__all__ = ["CannotLaunch", "Place", "Worker"]
+
+CHUNK = 1 << 16
+MOST_AT_ONCE = 1 << 20  # bytes of output read before others get their turn
+DUMP_STACK = signal.SIGUSR2  # a starting worker answers it with the stacks of its threads
+
+
+class CannotLaunch(Exception):
+    """No process was started; the message is that of a WorkerStartError."""
+
+
+class Place(NamedTuple):
+    """What the broker gives a worker to be started with."""
+
+    name: str
+    incarnation: bytes
+    token: bytes
+    endpoint: str
+    tether_path: str
+    threads: int
+    lent: Lent
+
+
+class Worker:
+    """A worker that was started. ``client``: who asked for it. ``ready``: its facts, once it is."""
+
+    def __init__(self, order: Start, place: Place, client: bytes, base: dict[str, str]) -> None:
+        """Raises CannotLaunch."""
+        self.order, self.place, self.client = order, place, client
+        self.doing = "starting the interpreter"
+        self.ready: WorkerReady | None = None
+        self.end: End | None = None
+        self.cancelled = False
+        self._why = ""
+        self._tail = Tail()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._steps: deque[tuple[float, Callable[[], None]]] = deque()
+        self._born = time.monotonic()
+        self._process, self.lifeline, self.output = self._launch(base)
+        self.pidfd = self._watched()
+        self._plan((order.timeout_s, self._time_is_up))
+
+    @property
+    def pid(self) -> int:
+        """Also its process group's and its session's."""
+        return self._process.pid
+
+    @property
+    def command(self) -> str:
+        """The command line, for people."""
+        return shown(self._process)
+
+    # ---- Start ----
+
+    def _launch(self, base: dict[str, str]) -> tuple[subprocess.Popen[bytes], Lifeline, int]:
+        order, place = self.order, self.place
+        try:
+            python = find_interpreter(order.python, base)
+        except NoInterpreter as error:
+            raise CannotLaunch(not_started(place.name, order.framework, str(error))) from error
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        try:
+            process, lifeline = spawn(
+                [python, "-s"],
+                place.lent,
+                "gradwire_workers.__main__",
+                self._config(),
+                f"gradwire worker {place.name} ({order.framework})",
+                cwd=order.cwd,
+                env=self._environment(base, python),
+                stdout=writer,
+                stderr=writer,
+            )
+        except (OSError, ValueError, LifelineEnded) as error:
+            os.close(reader)
+            raise CannotLaunch(self._not_executed(python, error)) from error
+        finally:
+            os.close(writer)
+        return process, lifeline, reader
+
+    def _watched(self) -> int:
+        try:
+            return open_pidfd(self.pid)
+        except OSError as error:
+            self.kill()
+            self._process.wait()
+            os.close(self.output)
+            self.lifeline.close()
+            raise CannotLaunch(self._not_executed("it under watch", error)) from error
+
+    def _config(self) -> WorkerConfig:
+        order, place = self.order, self.place
+        chosen_by_env = any(order.env.get(variable) for variable in THREADS)
+        return WorkerConfig(
+            broker_pid=os.getpid(),
+            name=place.name,
+            framework=order.framework,
+            incarnation=place.incarnation.hex(),
+            token=place.token.hex(),
+            endpoint=place.endpoint,
+            tether_path=place.tether_path,
+            path=order.path,
+            threads=order.threads or (None if chosen_by_env else place.threads),
+            x64=order.x64,
+            device=order.device,
+        )
+
+    def _environment(self, base: dict[str, str], python: str) -> dict[str, str]:
+        order, place = self.order, self.place
+        made = worker_environment(
+            base, order.env, python=python, framework=order.framework, threads=order.threads or place.threads
+        )
+        # By this mark whatever the worker started can be found, should the broker be killed.
+        return {**made, "GRADWIRE_INCARNATION": place.incarnation.hex()}
+
+    def _not_executed(self, python: str, error: Exception) -> str:
+        if not os.path.isdir(self.order.cwd):
+            why = f"there is no folder {self.order.cwd} to run in (cwd=)"
+        else:
+            why = f"the system cannot execute {python}: {getattr(error, 'strerror', None) or error}"
+        return not_started(self.place.name, self.order.framework, why)
+
+    # ---- What it says ----
+
+    def hear(self) -> bool:
+        """The lifeline is readable. False: it will say no more (then stop polling it)."""
+        try:
+            while (message := self.lifeline.receive_nowait()) is not None:
+                self._heard(message)
+        except LifelineEnded:
+            return False
+        except ProtocolError as error:
+            self._give_up(f"it broke the protocol: {error}")
+            return False
+        return True
+
+    def _heard(self, message: object) -> None:
+        if isinstance(message, Doing):
+            self.doing = message.what
+        elif isinstance(message, WorkerReady) and not self._why:
+            self.ready = message
+            self.doing = "ready"
+            self._steps.clear()
+        elif isinstance(message, CouldNot):
+            self._give_up(message.message)
+
+    def read(self) -> tuple[str, bool]:
+        """The output is readable: what was written, and whether more can come (False: stop polling it)."""
+        read = bytearray()
+        more = True
+        try:
+            while len(read) < MOST_AT_ONCE and (piece := os.read(self.output, CHUNK)):
+                read += piece
+            more = len(read) >= MOST_AT_ONCE
+        except BlockingIOError:
+            pass
+        except OSError:
+            more = False
+        text = self._decoder.decode(bytes(read), final=not more)
+        self._tail.write(text)
+        return text, more
+
+    # ---- How it ends ----
+
+    def due(self) -> float | None:
+        """When `advance` must be called next."""
+        return self._steps[0][0] if self._steps else None
+
+    def advance(self, now: float) -> None:
+        """Take the steps whose time has come."""
+        while self._steps and self._steps[0][0] <= now:
+            self._steps.popleft()[1]()
+
+    def _plan(self, *steps: tuple[float, Callable[[], None]]) -> None:
+        now = time.monotonic()
+        self._steps = deque((now + after, step) for after, step in steps)
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask it to leave; terminate it after 2 s at the latest; kill it before the time is up."""
+        ask, term = min(2.0, 0.5 * timeout_s), min(3.5, 0.8 * timeout_s)
+        self._why = self._why or "it was stopped"
+        self._plan((ask, lambda: self._signal(signal.SIGTERM)), (term, self.kill))
+        try:
+            self.lifeline.send_nowait(Leave())
+        except LifelineEnded:
+            pass
+        if self.ready is None:
+            self.kill()
+
+    def kill(self) -> None:
+        """The process and all of its group, now. Their number cannot be another's: the process is not reaped yet."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def interrupt(self) -> None:
+        """SIGINT, for the call that runs."""
+        if self.ready is not None:
+            self._signal(signal.SIGINT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)  # its child's pid is the broker's until the broker itself reaps it
+
+    def _give_up(self, why: str) -> None:
+        self._why = self._why or why
+        self._plan((1.0, self.kill))
+
+    def _time_is_up(self) -> None:
+        self._give_up(timed_out(self.order.timeout_s, self.doing))
+        self._signal(DUMP_STACK)
+        self._plan((0.5, self.kill))
+
+    def finish(self) -> str:
+        """The pidfd is readable: take its last words, end its group, reap it. Returns the last output.
+
+        A grandchild may hold the output open for ever: what is in the pipe is read, its end is not waited for.
+        """
+        self.hear()
+        self.kill()
+        self.end = end_of(self._process.wait())
+        text, _ = self.read()
+        for descriptor in (self.output, self.pidfd):
+            os.close(descriptor)
+        self.lifeline.close()
+        self._steps.clear()
+        return text
+
+    @property
+    def last_output(self) -> str:
+        """The last lines of its output."""
+        return self._tail.text()
+
+    def not_started(self) -> str:
+        """The message of the WorkerStartError, for one that finished before it was ready."""
+        assert self.end is not None
+        after = f"{self.end}, {time.monotonic() - self._born:.1f} s after its start, while {self.doing}"
+        return not_started(
+            self.place.name,
+            self.order.framework,
+            self._why or ended_early(self.end, self.doing),
+            command=self.command,
+            cwd=self.order.cwd,
+            ended=after,
+            output=self.last_output,
+        )

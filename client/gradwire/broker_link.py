@@ -1,0 +1,456 @@
+"""This program's line to the broker: starts and stops workers, learns of their deaths, shows what they print.
+
+Theory of operation. One daemon thread per link owns the DEALER; nobody else touches it. Other threads hand
+it work (`call_soon`: a deque and a byte in a socket pair, no lock, so finalizers may) and wait for news under one
+condition, `_news`, which guards what the thread has learned: answers, deaths, whether the broker lives. The
+thread never runs user code and never waits for a reader of stderr, so news is never held up. It also looks
+after descriptors that others register (`watch`) and small periodic work (`every_second`); with none of that
+it sleeps until something happens.
+
+Ends. `close` asks the broker to end and waits for that within bounds; at the interpreter's exit all links
+are closed, within a second. A program that is killed needs none of this: the broker sees its end. A killed
+broker takes its workers along; what those had started is found by a mark in its environment and ended here.
+After a fork the child owns nothing of this: every method raises ForkedError there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gradwire.orphans import end_orphans
+from gradwire.private_broker import PrivateBroker
+from gradwire.worker_output import Screen
+from gradwire_wire import control, errors, sockets
+from gradwire_wire.errors import ClosedError, ConnectError, DeadlineError, ForkedError, WorkerStartError
+
+__all__ = ["BrokerLink", "Death", "WorkerFacts", "WorkerSpec"]
+
+CLOSE_S = 5.0
+EXIT_S = 1.0
+PATIENCE_S = 10.0  # beyond a deadline that the broker keeps, before the broker itself is given up
+FIRST_PROGRESS_S, NEXT_PROGRESS_S = 5.0, 10.0
+DEATHS_KEPT = 1024
+LAST_MESSAGES_MS = 20  # what the broker said before it ended may still be on its way
+
+
+class WorkerSpec(NamedTuple):
+    """What worker to start. Paths may be relative to the current folder; None leaves the choice to the broker."""
+
+    framework: str
+    name: str = ""
+    python: str | None = None
+    env: dict[str, str | None] = {}  # noqa: RUF012 - never changed
+    path: list[str] | None = None
+    cwd: str | None = None
+    threads: int | None = None
+    x64: bool | None = None
+    device: str | None = None
+    start_timeout: float = 120.0
+
+
+class WorkerFacts(NamedTuple):
+    """A worker that is ready, and how to reach it."""
+
+    name: str
+    incarnation: bytes
+    pid: int
+    endpoint: str
+    tether_path: str
+    token: bytes
+    info: dict[str, Any]
+
+
+class Death(NamedTuple):
+    """How a worker ended: by an exit code or by a signal; its last lines; its command line."""
+
+    exit_code: int | None
+    signal: str | None
+    output: str
+    command: str
+
+
+class BrokerLink:
+    """Every method may be called from any thread. See the head of this file."""
+
+    def __init__(self, broker: PrivateBroker) -> None:
+        self._broker = broker
+        self._pid = os.getpid()
+        self._closed = False
+        self._stopping = False
+        self._news = threading.Condition()
+        self._attached = False
+        self._refusal: control.Refused | None = None
+        self._answers: dict[int, control.Started | control.NotStarted] = {}
+        self._doing: dict[int, str] = {}
+        self._living: dict[bytes, control.Started] = {}
+        self._deaths: dict[bytes, Death] = {}
+        self.broker_alive = True
+        self._last_words = ""
+        self._requests = itertools.count(1)
+        self._screen = Screen()
+        self._ticks: list[Callable[[], None]] = []
+        self._work: deque[Callable[[], None]] = deque()
+        self._wake_end, self._waking_end = socket.socketpair()
+        for end in (self._wake_end, self._waking_end):
+            end.setblocking(False)
+        self._watched: dict[Any, Callable[[], None]] = {}
+        self._next_tick = 0.0
+        self._prepare()
+        self._thread = threading.Thread(target=self._run, name="gradwire-link", daemon=True)
+        _open_links.add(self)
+        self._thread.start()
+
+    @classmethod
+    def start_private(cls, start_timeout: float) -> BrokerLink:
+        """Start a broker of this program's own. Blocks until it answers; ConnectError with its own last lines."""
+        deadline = time.monotonic() + start_timeout
+        link = cls(PrivateBroker(start_timeout))
+        try:
+            link._wait_attached(deadline)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _wait_attached(self, deadline: float) -> None:
+        with self._news:
+            self._news.wait_for(
+                lambda: self._attached or self._refusal or not self.broker_alive, deadline - time.monotonic()
+            )
+            if self._attached:
+                return
+        if self._refusal is not None:
+            raise getattr(errors, self._refusal.kind, ConnectError)(self._refusal.message)
+        raise ConnectError(f"the broker does not answer\n{self._broker.last_words()}".rstrip())
+
+    # ---- Workers ----
+
+    def start_worker(self, spec: WorkerSpec) -> WorkerFacts:
+        """Start a worker and wait until it is ready; says on stderr how far it is where that takes long.
+
+        Raises WorkerStartError: why, the command line, how it ended, its last output. An interrupted wait
+        ends the worker.
+        """
+        self._check_usable()
+        request = next(self._requests)
+        order = _order(request, spec)
+        self._send_soon(order)
+        try:
+            answer = self._wait_started(request, spec)
+        except BaseException:
+            self._send_soon(control.Cancel(request))
+            raise
+        finally:
+            self._doing.pop(request, None)
+        if isinstance(answer, control.NotStarted):
+            raise WorkerStartError(answer.message)
+        return WorkerFacts(*answer[1:])
+
+    def _wait_started(self, request: int, spec: WorkerSpec) -> control.Started | control.NotStarted:
+        start = time.monotonic()
+        progress_s = FIRST_PROGRESS_S
+        while (past := time.monotonic() - start) < spec.start_timeout + PATIENCE_S:
+            with self._news:
+                self._news.wait_for(
+                    lambda: request in self._answers or not self.broker_alive, progress_s - past
+                )
+                if request in self._answers:
+                    return self._answers.pop(request)
+                if not self.broker_alive:
+                    raise WorkerStartError(self._broker_gone("the worker did not start"))
+            if time.monotonic() - start >= progress_s:
+                doing = self._doing.get(request, "waiting for the broker")
+                _say(f"worker {spec.name or spec.framework!r} is still {doing} ({progress_s:.0f} s)")
+                progress_s += NEXT_PROGRESS_S
+        raise WorkerStartError("the broker does not answer; close the bridge and connect anew")
+
+    def interrupt(self, incarnation: bytes) -> None:
+        """SIGINT to the worker, if it is ready and there. Does not wait."""
+        self._check_process()
+        self._send_soon(control.Interrupt(incarnation))
+
+    def stop_worker(self, incarnation: bytes, timeout_s: float = 5.0) -> None:
+        """Ask the worker to end, terminate it, kill it; returns when it is gone. Idempotent.
+
+        Raises DeadlineError where even that does not end it within the time (a process that hangs in the kernel).
+        """
+        self._check_process()
+        if self._closed or not self.broker_alive or incarnation in self._deaths:
+            return
+        self._send_soon(control.Stop(incarnation, timeout_s))
+        if self.death_of(incarnation, timeout_s + 1.0) is None and self.broker_alive:
+            raise DeadlineError(f"the worker is still there {timeout_s + 1.0:g} s after it was asked to end")
+
+    def death_of(self, incarnation: bytes, wait_s: float = 0.0) -> Death | None:
+        """How that worker ended, waiting at most so long for the broker's report. None: not known to have ended."""
+        self._check_process()
+        with self._news:
+            self._news.wait_for(lambda: incarnation in self._deaths or not self.broker_alive, wait_s)
+            return self._deaths.get(incarnation)
+
+    # ---- The thread's services ----
+
+    def call_soon(self, work: Callable[[], None]) -> None:
+        """Have the link's thread run this, soon. Takes no lock: finalizers may call it. After close: dropped."""
+        self._work.append(work)
+        with contextlib.suppress(OSError):  # full: the thread is being woken already
+            self._waking_end.send(b"\0")
+
+    def watch(self, fd: int, on_readable: Callable[[], None]) -> None:
+        """Have the link's thread call this whenever the descriptor is readable or at its end, until `unwatch`."""
+        self.call_soon(lambda: self._listen(fd, on_readable))
+
+    def unwatch(self, fd: int) -> None:
+        """Forget the descriptor. When this returns it may be closed. Waits at most a second, normally not at all."""
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
+            self._unlisten(fd)
+            return
+        done = threading.Event()
+
+        def forget() -> None:
+            self._unlisten(fd)
+            done.set()
+
+        self.call_soon(forget)
+        done.wait(1.0)
+
+    def every_second(self, tick: Callable[[], None]) -> None:
+        """Have the link's thread call this about once a second."""
+        self.call_soon(lambda: self._ticks.append(tick))
+
+    # ---- Ends ----
+
+    def close(self) -> None:
+        """End the broker and all its workers. Bounded, idempotent; in a forked child it does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._ask_to_end(CLOSE_S)
+        self._wait_ended(CLOSE_S)
+        if self.broker_alive:
+            self._broker.kill()
+
+    def _ask_to_end(self, timeout_s: float) -> None:
+        self._closed = True
+        _open_links.discard(self)
+        self._send_soon(control.ShutDown(0.6 * timeout_s))
+
+    def _wait_ended(self, timeout_s: float) -> None:
+        """Wait for the broker's end and end the thread; only the latter where this is that thread."""
+        if threading.current_thread() is self._thread:
+            self._stop()
+            return
+        with self._news:
+            self._news.wait_for(lambda: not self.broker_alive or self._stopping, timeout_s)
+        self.call_soon(self._stop)
+        self._thread.join(1.0)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError("this bridge belongs to the parent process; open one of your own in the child")
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError("the bridge is closed; connect anew")
+        if not self.broker_alive:
+            raise ConnectError(self._broker_gone("nothing can be asked of it"))
+
+    def _broker_gone(self, consequence: str) -> str:
+        words = f". Its last words:\n{self._last_words}" if self._last_words else ""
+        return f"the broker ended, so {consequence}; connect anew{words}"
+
+    # ---- The thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            self._leave()
+
+    def _prepare(self) -> None:
+        """Before the thread starts, which then has the socket to itself."""
+        self._poller = sockets.Poller()
+        self._dealer = sockets.connect_dealer(self._broker.address, os.urandom(16))
+        self._listen(self._dealer, self._hear)
+        self._listen(self._wake_end.fileno(), self._awake)
+        self._listen(self._broker.pidfd, self._broker_ended)
+        self._send(control.Attach(control.PROTOCOL, self._broker.token, self._pid))
+
+    def _turn(self) -> None:
+        for key, _ in self._poller.poll(self._wait_ms()):
+            handler = self._watched.get(key)
+            if handler is not None:
+                self._guarded(key, handler)
+        self._do_work()
+        if self._ticks and time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + 1.0
+            for tick in list(self._ticks):
+                self._guarded(None, tick)
+        if self._screen.waiting:
+            self._pour()
+
+    def _wait_ms(self) -> int | None:
+        if self._screen.waiting:
+            return 50  # stderr takes no more for now
+        return max(0, int(1000 * (self._next_tick - time.monotonic())) + 1) if self._ticks else None
+
+    def _guarded(self, key: Any, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:  # of somebody else; it must not end the thread, nor be called for ever
+            traceback.print_exc()
+            if key is not None and key is not self._dealer:
+                self._unlisten(key)
+
+    def _listen(self, key: Any, handler: Callable[[], None]) -> None:
+        self._watched[key] = handler
+        self._poller.register(key, sockets.IN)
+
+    def _unlisten(self, key: Any) -> None:
+        if self._watched.pop(key, None) is not None:
+            self._poller.unregister(key)
+
+    def _awake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_end.recv(4096)
+
+    def _do_work(self) -> None:
+        while self._work:
+            self._guarded(None, self._work.popleft())
+
+    def _send_soon(self, message: Any) -> None:
+        self.call_soon(lambda: self._send(message))
+
+    def _send(self, message: Any) -> None:
+        if self.broker_alive:
+            with contextlib.suppress(sockets.Unreachable):
+                sockets.send_nowait(self._dealer, [control.pack(message)])
+
+    def _pour(self) -> None:
+        cost = self._screen.pour()
+        if cost:
+            self._send(control.Heard(cost))
+
+    def _hear(self) -> None:
+        while (frames := sockets.receive_nowait(self._dealer)) is not None:
+            message = control.unpack(frames[0])
+            if isinstance(message, control.Output):
+                self._screen.show(message)
+                self._pour()
+            else:
+                with self._news:
+                    self._learn(message)
+                    self._news.notify_all()
+
+    def _learn(self, message: Any) -> None:
+        if isinstance(message, control.Attached):
+            self._attached = True
+        elif isinstance(message, control.Refused):
+            self._refusal = message
+        elif isinstance(message, control.Starting):
+            self._doing[message.request] = message.doing
+        elif isinstance(message, control.Started):
+            self._living[message.incarnation] = message
+            self._answers[message.request] = message
+        elif isinstance(message, control.NotStarted):
+            self._answers[message.request] = message
+        elif isinstance(message, control.Died):
+            self._living.pop(message.incarnation, None)
+            self._record(message.incarnation, Death(*message[1:]))
+
+    def _record(self, incarnation: bytes, death: Death) -> None:
+        self._deaths[incarnation] = death
+        while len(self._deaths) > DEATHS_KEPT:
+            del self._deaths[next(iter(self._deaths))]
+
+    def _broker_ended(self) -> None:
+        self._dealer.poll(LAST_MESSAGES_MS)
+        self._hear()
+        self._unlisten(self._broker.pidfd)
+        self._broker.wait_ended(0.0)
+        self._last_words = self._broker.last_words()
+        orphaned = list(self._living)
+        with self._news:
+            self.broker_alive = False
+            for incarnation in orphaned:
+                self._record(
+                    incarnation, Death(None, "SIGKILL", "(the broker ended, and its workers with it)", "")
+                )
+            self._living.clear()
+            self._news.notify_all()
+        shutil.rmtree(self._broker.folder, ignore_errors=True)
+        end_orphans(orphaned)
+
+    def _leave(self) -> None:
+        """The thread's last act: nobody waits for it any more, and the broker takes the closed lifeline for the end."""
+        with self._news:
+            self._stopping, self.broker_alive = True, False
+            self._news.notify_all()
+        self._dealer.close(0)
+        self._broker.close()
+        self._wake_end.close()
+        self._waking_end.close()
+
+
+def _order(request: int, spec: WorkerSpec) -> control.Start:
+    cwd = os.path.abspath(os.path.expanduser(spec.cwd)) if spec.cwd else os.getcwd()
+    python = os.path.expanduser(spec.python) if spec.python else None
+    if python is not None and os.sep in python:
+        python = os.path.abspath(python)
+    return control.Start(
+        request=request,
+        framework=spec.framework,
+        name=spec.name or "",
+        python=python,
+        base=dict(os.environb),
+        env=dict(spec.env),
+        path=[
+            os.path.abspath(os.path.expanduser(folder))
+            for folder in ([cwd] if spec.path is None else spec.path)
+        ],
+        cwd=cwd,
+        threads=spec.threads,
+        x64=spec.x64,
+        device=spec.device,
+        timeout_s=spec.start_timeout,
+    )
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(Exception):  # the user's stderr may be closed, or none
+        print(f"gradwire: {sentence}", file=sys.stderr, flush=True)
+
+
+_open_links: weakref.WeakSet[BrokerLink] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """At the interpreter's exit: all are asked at once, then waited for together."""
+    links = [link for link in _open_links if link._pid == os.getpid()]
+    deadline = time.monotonic() + EXIT_S
+    for link in links:
+        link._ask_to_end(EXIT_S)
+    for link in links:
+        link._wait_ended(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_close_all)

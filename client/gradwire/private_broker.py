@@ -1,0 +1,170 @@
+"""A broker of this program's own: started as a fresh interpreter, it ends when the program does.
+
+It runs on this program's interpreter, isolated (``-I``), with gradwire's packages lent to it and the folders
+of ZeroMQ and msgpack at the end of its ``sys.path``. It is never a fork, so no lock of this program's threads
+can be held in it, and this program's main module is never run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from gradwire_wire.errors import ConnectError
+from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
+from gradwire_wire.process import open_pidfd
+from gradwire_wire.spawn import Lent, shown, spawn
+
+__all__ = ["PrivateBroker", "lent_packages"]
+
+LAST_CHARACTERS = 4000
+
+
+class PrivateBroker:
+    """The process, from its start to its end. ``pidfd``: readable when it has ended.
+
+    ``address`` and ``token``: how to reach it. ``folder``: its runtime directory, which it removes at its end.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Starts it and waits until it listens. Raises ConnectError with what it wrote."""
+        self.token = os.urandom(16)
+        self._errors = _unnamed_file()
+        self._process, self._lifeline = self._launch()
+        try:
+            self.pidfd = open_pidfd(self._process.pid)
+            ready = self._wait_ready(timeout_s)
+        except BaseException as error:
+            self.kill()
+            self.close()
+            if isinstance(error, OSError) and not isinstance(error, ConnectError):
+                raise ConnectError(f"the broker cannot be watched: {error}") from error
+            raise
+        self.address, self.folder = ready.address, Path(ready.folder)
+
+    def _launch(self) -> tuple[subprocess.Popen[bytes], Lifeline]:
+        if not sys.executable:
+            raise ConnectError("this program does not know its interpreter (sys.executable is empty)")
+        packages = lent_packages()
+        workers = {name: packages[name] for name in ("gradwire_workers", "gradwire_wire")}
+        lent = Lent(
+            {name: packages[name] for name in ("gradwire_broker", "gradwire_wire")},
+            _folders("zmq", "msgpack"),
+        )
+        config = BrokerConfig(os.getpid(), self.token.hex(), workers)
+        output: Any = self._errors or subprocess.DEVNULL
+        python = [os.path.abspath(sys.executable), "-I"]
+        try:
+            return spawn(
+                python,
+                lent,
+                "gradwire_broker.__main__",
+                config,
+                "gradwire broker",
+                cwd="/",
+                stdout=output,
+                stderr=output,
+            )
+        except (OSError, LifelineEnded) as error:
+            raise ConnectError(f"the broker cannot be started with {python[0]}: {error}") from error
+
+    def _wait_ready(self, timeout_s: float) -> BrokerReady:
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            readable = _readable([self._lifeline.fileno(), self.pidfd], left)
+            try:
+                message = self._lifeline.receive_nowait()
+            except LifelineEnded:
+                message = None
+                readable.append(self.pidfd)
+            if isinstance(message, BrokerReady):
+                return message
+            if isinstance(message, CouldNot) or self.pidfd in readable:
+                raise ConnectError(
+                    self._failure(message.message if isinstance(message, CouldNot) else "it ended")
+                )
+        raise ConnectError(self._failure(f"it was not ready after {timeout_s:g} s"))
+
+    def _failure(self, why: str) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # it is ending, and its last words come last
+        code = self._process.poll()
+        lines = [f"the broker did not start: {why}", f"  command: {shown(self._process)}"]
+        lines += [f"  exit code: {code}"] if code is not None else []
+        lines += [f"    {line}" for line in self.last_words().splitlines()]
+        return "\n".join(lines)
+
+    def last_words(self) -> str:
+        """The end of what it wrote to its stderr; normally that is nothing."""
+        if self._errors is None or self._errors.closed:
+            return ""
+        size = os.fstat(self._errors.fileno()).st_size
+        start = max(0, size - LAST_CHARACTERS)
+        return os.pread(self._errors.fileno(), size - start, start).decode(errors="backslashreplace").strip()
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Whether it ended within the time; then it is reaped."""
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """At once; its workers end with it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        self.wait_ended(1.0)
+
+    def close(self) -> None:
+        """Close the descriptors; the broker takes that for the end of its owner. Idempotent."""
+        self._lifeline.close()
+        if self._errors is not None:
+            self._errors.close()
+        if getattr(self, "pidfd", -1) >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def lent_packages() -> dict[str, str]:
+    """gradwire's packages and the folders they lie in, found and not imported."""
+    found = {}
+    for name in ("gradwire_broker", "gradwire_workers", "gradwire_wire"):
+        spec = find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConnectError(f"the package {name}, a part of gradwire, is not installed")
+        found[name] = os.path.abspath(next(iter(spec.submodule_search_locations)))
+    return found
+
+
+def _folders(*modules: str) -> list[str]:
+    """Where the packages of these names lie."""
+    specs = [find_spec(module) for module in modules]
+    return list(
+        dict.fromkeys(os.path.abspath(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin)
+    )
+
+
+def _unnamed_file() -> IO[bytes] | None:
+    """For the broker's stderr: a file that cannot be left behind, wherever one can be had."""
+    for folder in (None, "/dev/shm"):
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryFile(dir=folder)
+    return None
+
+
+def _readable(fds: list[int], timeout_s: float) -> list[int]:
+    """Those of the descriptors that are readable, waiting at most so long for one."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return [fd for fd, _ in poller.poll(1000 * timeout_s)]

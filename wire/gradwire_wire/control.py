@@ -1,0 +1,195 @@
+"""What a client and the broker say to each other about processes: start, interrupt, stop; deaths and output.
+
+One frame per message, a msgpack array (see `vocabulary`), over a DEALER at the client and the broker's ROUTER.
+Calls do not come this way: they go straight from client to worker.
+
+The conversation. A client attaches first, with the token; whatever it says before is ignored. Every Start
+is answered by any number of Starting and then one of Started and NotStarted, in that order. Every worker
+that started ends in exactly one Died, told to all clients, whoever stopped or killed it; a Stop for a worker
+that is gone is answered by its Died again. Output flows while the client says that it has heard the earlier
+output; what nobody hears is bounded by the broker, and never holds up anything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import msgpack
+
+from gradwire_wire.errors import ProtocolError
+from gradwire_wire.vocabulary import Vocabulary
+
+__all__ = [
+    "MAX_MESSAGE",
+    "PROTOCOL",
+    "Attach",
+    "Attached",
+    "Cancel",
+    "Died",
+    "Heard",
+    "Interrupt",
+    "NotStarted",
+    "Output",
+    "Refused",
+    "ShutDown",
+    "Start",
+    "Started",
+    "Starting",
+    "Stop",
+    "pack",
+    "unpack",
+]
+
+PROTOCOL = 1
+MAX_MESSAGE = 16 << 20
+
+
+class Attach(NamedTuple):
+    """Client, first of all: the protocol I speak, the token I was given, who I am."""
+
+    protocol: int
+    token: bytes
+    pid: int
+
+
+class Start(NamedTuple):
+    """Client: start a worker and tell me when it is ready.
+
+    name: "" lets the broker choose one. python: None is the broker's own interpreter. ``base``: the environment to
+    clean and start from (None: the broker's own); ``env`` is laid over the cleaned one, None removes a variable.
+    path: absolute folders. threads, x64, device: None leaves them to the broker or the framework.
+    """
+
+    request: int
+    framework: str
+    name: str
+    python: Optional[str]
+    base: Optional[dict[bytes, bytes]]
+    env: dict[str, Optional[str]]
+    path: list[str]
+    cwd: str
+    threads: Optional[int]
+    x64: Optional[bool]
+    device: Optional[str]
+    timeout_s: float
+
+
+class Cancel(NamedTuple):
+    """Client: I no longer wait for that start; end what there is of the worker. No answer."""
+
+    request: int
+
+
+class Interrupt(NamedTuple):
+    """Client: SIGINT to that worker. No answer."""
+
+    incarnation: bytes
+
+
+class Stop(NamedTuple):
+    """Client: end that worker: ask it, terminate it, kill it, all within ``timeout_s``. Answer: Died."""
+
+    incarnation: bytes
+    timeout_s: float
+
+
+class Heard(NamedTuple):
+    """Client: output of that `Output.cost` has been shown; the broker may send as much more."""
+
+    cost: int
+
+
+class ShutDown(NamedTuple):
+    """Client (of a private broker): end all workers within ``timeout_s``, then yourself."""
+
+    timeout_s: float
+
+
+class Attached(NamedTuple):
+    """Broker: you are welcome."""
+
+    protocol: int
+    pid: int
+
+
+class Refused(NamedTuple):
+    """Broker: you are not, or your last message was none: the error class and its message."""
+
+    kind: str
+    message: str
+
+
+class Starting(NamedTuple):
+    """Broker: how far the start has come, for people ("importing torch")."""
+
+    request: int
+    doing: str
+
+
+class Started(NamedTuple):
+    """Broker: the worker is ready and listens at ``endpoint`` (calls) and ``tether_path`` (memory)."""
+
+    request: int
+    name: str
+    incarnation: bytes
+    pid: int
+    endpoint: str
+    tether_path: str
+    token: bytes
+    info: dict[str, Any]
+
+
+class NotStarted(NamedTuple):
+    """Broker: there is no worker, and why: command line, how it ended, its last output, what to try."""
+
+    request: int
+    message: str
+
+
+class Died(NamedTuple):
+    """Broker: that worker ended, by an exit code or by a signal. ``output``: its last lines."""
+
+    incarnation: bytes
+    exit_code: Optional[int]
+    signal: Optional[str]
+    output: str
+    command: str
+
+
+class Output(NamedTuple):
+    """Broker: what a worker wrote to its stdout or stderr, as it came; before it, ``dropped`` characters were lost."""
+
+    name: str
+    text: str
+    dropped: int
+
+    @property
+    def cost(self) -> int:
+        """What it takes of the window: a thousand small messages are as many as ZeroMQ would queue."""
+        return len(self.text) + 512
+
+
+_VOCABULARY = Vocabulary(
+    {
+        **{1: Attach, 2: Start, 3: Cancel, 4: Interrupt, 5: Stop, 6: Heard, 7: ShutDown},
+        **{16: Attached, 17: Refused, 18: Starting, 19: Started, 20: NotStarted, 21: Died, 22: Output},
+    }
+)
+KINDS = _VOCABULARY.kinds
+
+
+def pack(message: Any) -> bytes:
+    """One frame. Names of files that are not UTF-8 survive."""
+    packed: bytes = msgpack.packb(_VOCABULARY.to_array(message), unicode_errors="surrogateescape")
+    return packed
+
+
+def unpack(frame: bytes) -> Any:
+    """The message in a frame; ProtocolError for anything else. Never runs or imports what it reads."""
+    if len(frame) > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {len(frame)} bytes is longer than {MAX_MESSAGE}")
+    try:
+        raw = msgpack.unpackb(frame, unicode_errors="surrogateescape")
+    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+        raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from error
+    return _VOCABULARY.from_array(raw)

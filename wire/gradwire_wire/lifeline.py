@@ -1,0 +1,153 @@
+"""The inherited socket between a process and the one that started it: how its life begins, and that it is wanted.
+
+The program starts the broker, and the broker starts the workers, in the same way (see `spawn`). One end of a
+``SOCK_SEQPACKET`` pair goes with the child, and over it JSON, one packet a message (the environment of a
+worker may lack msgpack, and must be able to say so)::
+
+    parent → child    BrokerConfig or WorkerConfig;  later, to a worker, Leave
+    child → parent    any number of Doing, then one of BrokerReady, WorkerReady and CouldNot
+
+Secrets travel here and not on the command line, which every user of the machine can read. The end of the
+stream means that the other end is gone (which its forked children can hide: who must know watches a pidfd).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any, NamedTuple, Optional
+
+from gradwire_wire.errors import ProtocolError
+from gradwire_wire.vocabulary import Vocabulary
+
+__all__ = [
+    "BrokerConfig",
+    "BrokerReady",
+    "CouldNot",
+    "Doing",
+    "Leave",
+    "Lifeline",
+    "LifelineEnded",
+    "WorkerConfig",
+    "WorkerReady",
+]
+
+
+class BrokerConfig(NamedTuple):
+    """To the broker: whose it is, what clients must show it, and where the worker's packages lie."""
+
+    owner_pid: int
+    token: str  # hexadecimal
+    lent_to_workers: dict[str, str]
+
+
+class BrokerReady(NamedTuple):
+    """From the broker: where it listens, and the folder that it will remove."""
+
+    address: str
+    folder: str
+
+
+class WorkerConfig(NamedTuple):
+    """To a worker: all it is told about itself. ``incarnation`` and ``token`` are hexadecimal."""
+
+    broker_pid: int
+    name: str
+    framework: str
+    incarnation: str
+    token: str
+    endpoint: str
+    tether_path: str
+    path: list[str]
+    threads: Optional[int]
+    x64: Optional[bool]
+    device: Optional[str]
+
+
+class Doing(NamedTuple):
+    """From a worker: what the start is at, for people."""
+
+    what: str
+
+
+class WorkerReady(NamedTuple):
+    """From a worker: it listens; what it runs on (interpreter, versions, devices, threads)."""
+
+    info: dict[str, Any]
+
+
+class CouldNot(NamedTuple):
+    """From either: it will end now, and why. `spawn.BOOT` writes it too."""
+
+    message: str
+
+
+class Leave(NamedTuple):
+    """To a worker: end yourself when the present call is done."""
+
+
+_VOCABULARY = Vocabulary(
+    {
+        cls.__name__: cls
+        for cls in (BrokerConfig, BrokerReady, WorkerConfig, Doing, WorkerReady, CouldNot, Leave)
+    }
+)
+KINDS = _VOCABULARY.kinds
+
+
+class LifelineEnded(Exception):
+    """The other end was closed, or its process is gone."""
+
+
+class Lifeline:
+    """One end. Owns its descriptor, which no further child inherits."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.set_inheritable(False)
+        self._socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Lifeline, socket.socket]:
+        """The parent's end, and the bare socket to hand on to the child (then to be closed)."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), theirs
+
+    @classmethod
+    def inherited(cls, fd: int) -> Lifeline:
+        """The child's end."""
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        """For a poller: readable when there is a message or the end."""
+        return self._socket.fileno()
+
+    def send_nowait(self, message: Any) -> None:
+        """Send without ever blocking. LifelineEnded: nobody is there to read it, or nobody has for long."""
+        self.send_raw(json.dumps(_VOCABULARY.to_array(message), default=str).encode())
+
+    def send_raw(self, packet: bytes) -> None:
+        """`send_nowait` for one packet that is none of our messages (the first one, which `spawn.BOOT` reads)."""
+        try:
+            self._socket.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise LifelineEnded(f"the other end does not listen: {error}") from error
+
+    def receive_nowait(self) -> Any:
+        """The next message, or None where none has come. Raises LifelineEnded, ProtocolError."""
+        try:
+            packet = self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise LifelineEnded(str(error)) from error
+        if not packet:
+            raise LifelineEnded("the other end was closed")
+        try:
+            raw = json.loads(packet)
+        except ValueError as error:
+            raise ProtocolError(f"not JSON: {error}") from error
+        return _VOCABULARY.from_array(raw)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()

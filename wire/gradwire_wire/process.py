@@ -1,0 +1,68 @@
+"""The first things a process of gradwire does: what it may not inherit, and that it does not outlive its parent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+
+__all__ = ["die_with_parent", "open_pidfd", "raise_descriptor_limit", "reset_signals"]
+
+PR_SET_PDEATHSIG = 1
+NR_PIDFD_OPEN = 434  # the same on every architecture
+ENOUGH_DESCRIPTORS = 65536
+
+
+def reset_signals() -> None:
+    """Nothing stays blocked or ignored because the parent had it so (an ignored SIGCHLD loses exit codes).
+
+    SIGPIPE and SIGXFSZ stay ignored: Python makes errors of them.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def raise_descriptor_limit() -> None:
+    """The soft limit on open files goes up as far as it may: libzmq aborts the process when it runs out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            pass  # the old limit serves until it does not
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends.
+
+    Also while C code holds the GIL, which no thread of our own could do. The caller checks `os.getppid`
+    afterwards: the parent may have been gone already. An interpreter without ctypes goes without.
+    """
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (ImportError, OSError, AttributeError):
+        pass
+
+
+def open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process has ended. The caller closes it. Raises OSError.
+
+    Pythons built against old kernel headers (conda's, uv's) lack ``os.pidfd_open``, though the kernel has it.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd: int = libc.syscall(NR_PIDFD_OPEN, pid, 0)
+    if fd < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return fd

@@ -1,0 +1,161 @@
+"""The life of a worker's process: ``main`` is called by `gradwire_wire.spawn.BOOT`.
+
+Order matters. First it makes sure not to outlive its broker; then it settles what it inherited; then it looks
+for the packages it needs, so that what is missing is named; then it imports the framework, and only then do
+the user's folders join ``sys.path``, so that a ``torch.py`` of theirs never stands in for the framework.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import io
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+from gradwire_wire import process
+from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnded, WorkerConfig, WorkerReady
+
+NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
+FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu (or tensorflow)"}
+DUMP_STACK = signal.SIGUSR2  # the broker sends it to a worker whose start takes too long
+MOST_TEXT = 60_000  # characters of one message; a packet holds about 200 kB
+
+
+class CannotStart(Exception):
+    """Why there will be no worker; the message is for the user."""
+
+
+def main(lifeline_fd: int) -> int:
+    """Serve calls until the broker says that it is enough. Returns the exit code."""
+    process.die_with_parent()
+    process.reset_signals()
+    lifeline = Lifeline.inherited(lifeline_fd)
+    config = lifeline.receive_nowait()
+    assert isinstance(config, WorkerConfig)
+    try:
+        desk, info = _start(config, lifeline)
+        lifeline.send_nowait(WorkerReady(info))
+    except CannotStart as error:
+        lifeline.send_nowait(CouldNot(str(error)[-MOST_TEXT:]))
+        return 1
+    desk.serve(lifeline.fileno(), lambda: _is_wanted(lifeline))
+    return 0
+
+
+def _is_wanted(lifeline: Lifeline) -> bool:
+    """The lifeline is readable: whether the worker should go on."""
+    try:
+        return not isinstance(lifeline.receive_nowait(), Leave)
+    except LifelineEnded:
+        return False
+
+
+def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, dict[str, Any]]:
+    """The desk, listening, and what the worker runs on."""
+    if os.getppid() != config.broker_pid:
+        raise CannotStart(
+            f"{sys.executable} was not started by the broker itself: if the interpreter that you named is a script, "
+            'let it end with: exec .../bin/python "$@"'
+        )
+    process.raise_descriptor_limit()
+    _settle_output()
+    faulthandler.enable()
+    faulthandler.register(DUMP_STACK)
+    sys.argv[:] = ["gradwire_workers"]
+    _check_needed()
+    engine = _import_framework(config, lifeline)
+    sys.path[:0] = [folder for folder in config.path if folder not in sys.path]
+    lifeline.send_nowait(Doing("opening its sockets"))
+    desk = _open_desk(config, engine)
+    faulthandler.unregister(DUMP_STACK)
+    return desk, _info(engine)
+
+
+def _settle_output() -> None:
+    """Lines appear when they are written, Python's and C's, and none fails for want of an encoding."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # 1 is _IOLBF
+    except (ImportError, OSError, ValueError, AttributeError):
+        pass
+
+
+def _check_needed() -> None:
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise CannotStart(f"{sys.executable} has no {names}. Install with: {_install(' '.join(missing))}")
+
+
+def _install(packages: str) -> str:
+    return f"{sys.executable} -m pip install {packages}"
+
+
+def _import_framework(config: WorkerConfig, lifeline: Lifeline) -> Any:
+    """The engine: `gradwire_workers.<framework>`, which imports the framework; then it is prepared."""
+    name = config.framework
+    lifeline.send_nowait(Doing(f"importing {name}"))
+    try:
+        engine = importlib.import_module(f"gradwire_workers.{name}")
+    except Exception as error:
+        raise CannotStart(_not_imported(name, error)) from error
+    lifeline.send_nowait(Doing(f"preparing {name}"))
+    try:
+        engine.prepare(config.threads, config.x64, config.device)
+    except Exception as error:
+        raise CannotStart(f"{name} could not be set up: {_told(error)}") from error
+    return engine
+
+
+def _not_imported(framework: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == framework:
+        packages = FRAMEWORK_PACKAGES.get(framework, framework)
+        return f"{sys.executable} has no {framework}. Install with: {_install(packages)}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        remedy = f"\nThat environment lacks {error.name}; perhaps: {_install(error.name.partition('.')[0])}"
+        return f"importing {framework} failed: {_told(error)}{remedy}"
+    return f"importing {framework} failed: {_told(error)}"
+
+
+def _told(error: Exception) -> str:
+    """The error with its traceback."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    return f"{type(error).__name__}: {error}\n{''.join(lines)}".rstrip()
+
+
+def _open_desk(config: WorkerConfig, engine: Any) -> Any:
+    try:
+        from gradwire_workers.desk import Desk
+
+        return Desk(
+            name=config.name,
+            incarnation=bytes.fromhex(config.incarnation),
+            token=bytes.fromhex(config.token),
+            endpoint=config.endpoint,
+            tether_path=config.tether_path,
+            engine=engine,
+        )
+    except Exception as error:
+        raise CannotStart(f"it could not open its sockets: {_told(error)}") from error
+
+
+def _info(engine: Any) -> dict[str, Any]:
+    return {
+        "executable": sys.executable,
+        "python": "{}.{}.{}".format(*sys.version_info[:3]),
+        **engine.facts(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit("gradwire_workers is started by gradwire's broker: use gradwire.connect().worker(...)")
