@@ -1,0 +1,75 @@
+"""Remote functions for programs of PyTorch: `call` makes each an ordinary differentiable function.
+
+See `gradwire.torch.nodes` for how a call becomes a node of the autograd graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradwire.site import Site
+from gradwire.torch.derived import Derived
+from gradwire.torch.nodes import apply
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import fill
+from gradwire_wire.tensors import numpy as numpy_tensors
+from gradwire_wire.tensors.torch import adopt
+
+if TYPE_CHECKING:
+    from gradwire.handle import Handle
+
+__all__ = ["ACCUMULATES", "NAME", "call"]
+
+NAME = "torch"
+ACCUMULATES = True  # loss.backward() adds to a local module's gradients as well
+
+
+def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
+    """The remote function at torch tensors and numpy arrays; its result tree with torch tensors.
+
+    Blocks until the results are there. They are this process's own: private and writable, and recorded by
+    whatever differentiates the operands; numpy arrays are constants. Raises gradwire's errors, in the
+    backward pass too.
+    """
+    if torch._C._is_tracing():
+        raise UsageError(
+            f"{handle.name}: torch.jit.trace would record the result of this call as a constant. "
+            "Call the remote function outside of what is traced, or use torch.export or torch.compile"
+        )
+    tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
+    if site.accumulate and torch.is_grad_enabled():
+        site, tensors = _anchored(site), [_anchor(), *tensors]
+    fn = Derived(handle, site)
+    results = list(apply(fn, tensors))
+    tree = fill(fn.structure, results)
+    results.clear()  # the graph and its token must end with what the caller holds, not with a collection
+    return tree
+
+
+def _constant(x: np.ndarray) -> torch.Tensor:
+    """A numpy array as a tensor; a copy where a gradient may still need it after its owner changed it."""
+    carrier = numpy_tensors.export(x)
+    if torch.is_grad_enabled():
+        carrier = carrier._replace(array=carrier.array.copy())
+    return adopt(carrier)
+
+
+@lru_cache(maxsize=4096)
+def _anchored(site: Site) -> Site:
+    return replace(site, anchored=True)
+
+
+@lru_cache(maxsize=1)
+def _anchor() -> torch.Tensor:
+    """What stands for the parameters that the worker owns: a scalar whose gradient is always zero.
+
+    Through it the call has a differentiable operand even where it is the first stage, so that
+    ``loss.backward()`` reaches the worker. Not a leaf: a node can be asked whether it will be reached.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.zeros((), dtype=torch.float32, requires_grad=True).clone()

@@ -1,0 +1,203 @@
+"""A remote call as a node of torch's autograd graph, to any order and in both directions.
+
+`apply` evaluates a derived function and records how to differentiate it. The rules are the same wherever it
+is recorded: the pullback of a function is its word with ('T', wrt, n) at the end, the tangent its word with
+('J', wrt), both at the token of the function's own evaluation. There are three ways to record::
+
+    _Node          plain autograd and forward_ad. An autograd.Function in the older form (forward gets ctx):
+                   a third of the price of the newer one
+    _Transformed   torch.func's transforms, which take only the newer form (setup_context), where the token
+                   must be a result. Its vmap rule goes down a level with ('V', axes)
+    (nothing)      nobody differentiates
+
+Under a TorchDispatchMode (make_fx, fake tensors, flop counters) each of them evaluates through the operator
+of `gradwire.torch.operator`, which such modes see; a Function's forward is Python that they would fold into a
+constant. Dynamo is given the operator alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from gradwire.torch import operator
+from gradwire.torch.derived import Derived, inexact
+from gradwire_wire.errors import UsageError
+
+__all__ = ["apply"]
+
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_functorch_levels = torch._C._functorch.get_interpreter_stack
+_modes_active = torch._C._len_torch_dispatch_stack
+_will_execute = torch._C._will_engine_execute_node
+_is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+_VMAP = torch._C._functorch.TransformType.Vmap
+_GRAD = torch._C._functorch.TransformType.Grad
+
+
+def apply(fn: Derived, operands: Sequence[Any], token: Any = None) -> Sequence[Any]:
+    """The results of ``fn`` at the operands, recorded for whatever will differentiate them.
+
+    Results of a pullback may be None. ``token``: of the evaluation that ``fn`` derives, or None.
+    """
+    if _functorch_level() is not None:
+        fn.dense = True
+        fn.keep = int(fn.site.residuals == "keep" and _is_differentiated(operands))
+        return _Transformed.apply(fn, *operands, token)[:-1]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        fn.keep = int(fn.site.residuals == "keep")
+    elif forward_ad._current_level >= 0:
+        fn.keep = int(fn.site.residuals == "keep" and any(map(_is_dual, operands)))
+    else:
+        return _evaluate(fn, token, operands)[0]
+    return _Node.apply(fn, *operands, token)
+
+
+def _evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
+    return operator.evaluate(fn, token, operands) if _modes_active() else fn.evaluate(token, operands)
+
+
+def _is_dual(x: Any) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated(operands: Sequence[Any]) -> bool:
+    """Whether some level of torch.func, or plain autograd below them, differentiates this call."""
+    kinds = {level.key() for level in _functorch_levels()}
+    if kinds - {_VMAP, _GRAD}:
+        return True  # forward mode
+    return torch.is_grad_enabled() and (_GRAD in kinds or any(x.requires_grad for x in operands))
+
+
+class _Node(torch.autograd.Function):
+    """Plain autograd and forward_ad. Arguments: fn, the operands, the token or None."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Derived, *operands_and_token: Any) -> Any:
+        *operands, token = operands_and_token
+        results, kept = _evaluate(fn, token, operands)
+        _remember(ctx, fn, operands, results, kept)
+        exact = [y for y, real in zip(results, ctx.inexact, strict=True) if not real]
+        if exact:
+            ctx.mark_non_differentiable(*exact)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return (None, *_pullback(ctx, cotangents), None)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
+        kept, *duals = ctx.saved_tensors
+        primals = [forward_ad.unpack_dual(x).primal for x in duals]
+        return _tangent(ctx, kept, primals, tangents[:-1])
+
+
+class _Transformed(torch.autograd.Function):
+    """Under torch.func. Arguments as for `_Node`; the kept token, or None, is the last result."""
+
+    @staticmethod
+    def forward(fn: Derived, *operands_and_token: Any) -> Any:
+        *operands, token = operands_and_token
+        results, kept = _evaluate(fn, token, operands)
+        return (*results, kept)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        fn, *operands, _ = inputs
+        *results, kept = output
+        _remember(ctx, fn, operands, results, kept)
+        exact = [y for y in output if y is not None and not inexact(y)]
+        ctx.mark_non_differentiable(*exact)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return (None, *_pullback(ctx, cotangents[:-1]), None)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
+        kept, *primals = ctx.saved_tensors
+        return (*_tangent(ctx, kept, primals, tangents[:-1]), None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, fn: Derived, *operands_and_token: Any) -> Any:
+        *operands, token = operands_and_token
+        _, *dims, token_dim = in_dims
+        axes = tuple(d is not None for d in dims)
+        moved = [x if d is None else x.movedim(d, 0) for x, d in zip(operands, dims, strict=True)]
+        if token_dim is not None:  # rows of one batch stay rows of it; a second level has to compute afresh
+            token = token.movedim(token_dim, 0) if token.ndim == 2 else None
+        # Rows can be kept of a batch of F itself.
+        keep = 2 if fn.keep and not fn.word else 0
+        lower = fn.batched(axes, keep)
+        *results, kept = _Transformed.apply(lower, *moved, token)
+        fn.structure = lower.structure
+        return (*results, kept), (*(0 for _ in results), None if kept is None else 0)
+
+
+def _remember(ctx: Any, fn: Derived, operands: Sequence[Any], results: Sequence[Any], kept: Any) -> None:
+    ctx.fn = fn
+    ctx.inexact = [y is None or inexact(y) for y in results]
+    ctx.shapes = [None if y is None else (y.shape, y.dtype) for y in results]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(kept, *operands)
+    ctx.save_for_forward(kept, *operands)
+
+
+def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+    """A cotangent, or None, for each operand of the function that ``ctx`` remembers."""
+    fn = ctx.fn
+    kept, *operands = ctx.saved_tensors
+    found: list[Any] = [None] * len(operands)
+    given = {i: c for i, (c, real) in enumerate(zip(cotangents, ctx.inexact, strict=True)) if real}
+    if all(c is None for c in given.values()):
+        return found
+    if any(c is not None and _is_legacy_batched(c) for c in given.values()):
+        raise UsageError(
+            f"{fn.handle.name}: is_grads_batched=True, torch.autograd.functional with vectorize=True and "
+            "gradcheck(check_batched_grad=True) cannot pass through a remote call. Use torch.func.jacrev "
+            "(which does one batched pullback), or leave them out"
+        )
+    anchored = fn.site.anchored
+    accumulate = anchored and fn.site.accumulate and _reaches_anchor(ctx)
+    wrt = tuple(i for i, x in enumerate(operands) if ctx.needs_input_grad[i + 1] and inexact(x))
+    if anchored and not accumulate:
+        wrt = tuple(i for i in wrt if i != 0)
+    if wrt:
+        dense = [_zeros(ctx, i, operands) if c is None else c for i, c in given.items()]
+        op = ("T", wrt, len(dense))
+        for i, c in zip(
+            wrt, apply(fn.then(op, accumulate=accumulate), (*operands, *dense), kept), strict=True
+        ):
+            found[i] = None if anchored and i == 0 else c
+    return found
+
+
+def _reaches_anchor(ctx: Any) -> bool:
+    """Whether the running backward pass goes on to the anchor, as it would to a local module's parameters.
+
+    ``loss.backward()`` does; ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` do not.
+    """
+    node = ctx.next_functions[0][0]
+    return node is not None and _will_execute(node)
+
+
+def _zeros(ctx: Any, index: int, operands: Sequence[Any]) -> Any:
+    like = ctx.shapes[index]
+    return ctx.fn.zeros(index, operands) if like is None else torch.zeros(like[0], dtype=like[1])
+
+
+def _tangent(ctx: Any, kept: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """A tangent, or None, for each result of the function that ``ctx`` remembers."""
+    wrt = tuple(
+        i for i, (x, d) in enumerate(zip(primals, tangents, strict=True)) if d is not None and inexact(x)
+    )
+    if not wrt:
+        return (None,) * len(ctx.inexact)
+    moved = [tangents[i] for i in wrt]
+    found = iter(apply(ctx.fn.then(("J", wrt)), (*primals, *moved), kept))
+    every = [next(found) if real else None for real in ctx.inexact]
+    return tuple(None if like is None else d for d, like in zip(every, ctx.shapes, strict=True))

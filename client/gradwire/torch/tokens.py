@@ -1,0 +1,51 @@
+"""Tokens of kept forwards as tensors, so that autograd's own rules say how long they live."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from gradwire.handle import Handle
+
+__all__ = ["named_by", "token_tensor"]
+
+
+class _Tokens(np.ndarray):
+    """The memory of a token tensor: gives the token back when the last tensor over it is gone.
+
+    The memory, not the tensor object, for autograd, functorch and compiled graphs wrap, detach and alias
+    the tensors they save. `Handle.release` may be called in any thread and in a finalizer.
+    """
+
+    _handle: Handle | None = None
+    _token = 0
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self._handle.release(self._token)
+
+
+def token_tensor(handle: Handle, token: int, rows: int | None = None) -> Any:
+    """The token as an int64 tensor (token, row), or (rows, 2) for a batch whose rows were kept.
+
+    Token 0 is none: whatever is derived with it is computed afresh from the primals.
+    """
+    memory = _Tokens((2,) if rows is None else (rows, 2), np.int64)
+    memory[..., 0] = token
+    memory[..., 1] = 0 if rows is None else range(rows)
+    if token:
+        memory._token, memory._handle = token, handle
+    return torch.from_numpy(memory)
+
+
+def named_by(token: Any) -> int | np.ndarray:
+    """What a token tensor says to `Handle.invoke`: a number, or uint32 rows (batch, 2)."""
+    if token is None:
+        return 0
+    if token.ndim == 1:
+        return int(token.tolist()[0])
+    rows: np.ndarray = token.numpy().astype(np.uint32)
+    return rows if rows.size and rows[:, 0].all() else 0

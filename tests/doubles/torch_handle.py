@@ -1,0 +1,244 @@
+"""A `Handle` whose worker is a torch function in another thread of this process.
+
+It keeps graphs under tokens and derives them as a torch worker does, so that a caller's rules can be tested
+without a process. The thread stands for the process: no functorch level, dispatch mode or grad mode of the
+caller reaches it. `counts` says what was asked for, `kept` which tokens are alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gradwire.site import Outcome, Site, SpecResult
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.errors import GradwireError, ResidualLostError, remote_error
+from gradwire_wire.structures import fill, flatten
+from gradwire_wire.tensors import torch as tensors
+from gradwire_wire.words import Word
+
+Tensors = list[torch.Tensor]
+
+
+class Kept(NamedTuple):
+    """The graph of a forward: operands and results. ``batch``: its rows are what was kept."""
+
+    operands: Tensors
+    results: Tensors
+    batch: int = 0
+
+
+class TorchHandle:
+    """See `gradwire.handle.Handle`. ``target``: a function of torch tensors, or an `nn.Module`."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.name = "double"
+        self.target = target
+        self.parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
+        self.kept: dict[int, Kept] = {}
+        self.counts: Counter[str] = Counter()
+        self._tokens = itertools.count(1)
+        self._thread = ThreadPoolExecutor(1)
+
+    def invoke(
+        self,
+        site: Site,
+        word: Word,
+        carriers: Sequence[Carrier],
+        *,
+        keep: int = 0,
+        token: int | np.ndarray = 0,
+        token_ops: int = 0,
+    ) -> Outcome:
+        copies = [c._replace(array=np.array(c.array)) for c in carriers]
+        run = _Run(self, site, word, [tensors.adopt(c) for c in copies])
+        return self._thread.submit(run.outcome, keep, token, token_ops).result(60)
+
+    def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
+        self.counts["spec"] += 1
+        operands = [torch.zeros(a.shape, dtype=tensors.torch_dtype(a.dtype)) for a in avals]
+        run = _Run(self, site, (), operands)
+        results = self._thread.submit(run.evaluate, (), operands).result(60)
+        return SpecResult(tuple(tensors.aval(y) for y in results), run.structure)
+
+    def release(self, token: int) -> None:
+        self.counts["released"] += 1
+        self.kept.pop(token, None)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+class _Run:
+    """One message, in the worker's thread."""
+
+    def __init__(self, handle: TorchHandle, site: Site, word: Word, operands: Tensors) -> None:
+        self.handle, self.site, self.word, self.operands = handle, site, word, operands
+        self.structure = b""
+
+    def outcome(self, keep: int, token: int | np.ndarray, token_ops: int) -> Outcome:
+        self.handle.counts["message"] += 1
+        try:
+            with torch.set_grad_enabled(bool(keep)):
+                results, kept = self.results(keep, token, token_ops)
+        except GradwireError:
+            raise
+        except Exception as error:
+            raise remote_error(
+                f"builtins.{type(error).__name__}", str(error), traceback.format_exc(), "double"
+            ) from None
+        number = 0
+        if keep:
+            number = next(self.handle._tokens)
+            self.handle.kept[number] = kept
+        arrays = [None if y is None else tensors.export(y) for y in results]
+        return Outcome([a and a._replace(array=np.array(a.array)) for a in arrays], self.structure, number)
+
+    def results(self, keep: int, token: int | np.ndarray, token_ops: int) -> tuple[Sequence[Any], Kept]:
+        if isinstance(token, np.ndarray):
+            found = self.rows(token, token_ops)
+            if found is not None:
+                return found, Kept([], [])
+        elif token:
+            kept = self.handle.kept.get(token)
+            if kept is None and self.site.stateful:
+                raise ResidualLostError(f"token {token} is gone")
+            if kept is not None and len(self.word) == token_ops + 1 and not kept.batch:
+                return self.derive(kept, keep)
+        if keep == 2:
+            return self.keep_rows()
+        self.handle.counts["keep" if keep else "recompute" if self.word else "plain"] += 1
+        if keep:
+            for x in self.operands:
+                x.requires_grad_(inexact(x))
+        results = self.evaluate(self.word, self.operands)
+        return results, Kept(self.operands, results)
+
+    def evaluate(self, word: Word, operands: Tensors) -> Tensors:
+        if word:
+            function = lambda *xs: tuple(self.evaluate(word[:-1], list(xs)))  # noqa: E731
+            return list(_RULES[word[-1][0]](function, word[-1], operands))
+        args, kwargs = fill(self.site.structure, operands[1:] if self.site.anchored else operands)
+        tree = self.handle.target(*args, **kwargs)
+        self.structure, leaves = flatten(tree, lambda x: isinstance(x, torch.Tensor), "the result")
+        return leaves
+
+    def derive(self, kept: Kept, keep: int) -> tuple[Sequence[Any], Kept]:
+        op, graph = self.word[-1], bool(keep)
+        n = len(op[1]) if op[0] == "J" else op[2]
+        linear = self.operands[len(self.operands) - n :]
+        if keep:
+            linear = [x.requires_grad_() for x in linear]
+        with torch.enable_grad():
+            if op[0] == "T":
+                self.handle.counts["pull"] += 1
+                results: list[Any] = self.pull(kept, op[1], linear, graph, self.site.accumulate)
+            else:
+                self.handle.counts["push"] += 1
+                results = self.push(kept, op[1], linear, graph)
+        zeros = [torch.zeros_like(kept.operands[i]) for i in op[1]] if op[0] == "T" else results
+        known = [z if y is None else y for y, z in zip(results, zeros, strict=True)]
+        return results, Kept([*kept.operands, *linear], known)
+
+    def pull(
+        self, kept: Kept, wrt: Sequence[int], cotangents: Tensors, graph: bool, accumulate: bool
+    ) -> list[Any]:
+        inputs = [kept.operands[i] for i in wrt] + (self.handle.parameters if accumulate else [])
+        pairs = [(y, c) for y, c in zip(filter(inexact, kept.results), cotangents, strict=True)]
+        pairs = [(y, c) for y, c in pairs if y.requires_grad]
+        if not pairs or not inputs:
+            return [None] * len(wrt)
+        ys, cs = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ys, inputs, cs, retain_graph=True, create_graph=graph, allow_unused=True)
+        for p, g in zip(self.handle.parameters, found[len(wrt) :], strict=False):
+            if g is not None:
+                p.grad = g.detach() if p.grad is None else p.grad + g.detach()
+        return list(found[: len(wrt)])
+
+    def push(self, kept: Kept, wrt: Sequence[int], tangents: Tensors, graph: bool) -> Tensors:
+        ys = list(filter(inexact, kept.results))
+        us = [torch.zeros_like(y, requires_grad=True) for y in ys]
+        pairs = zip(self.pull(kept, wrt, us, True, False), tangents, strict=True)
+        pairs = [(p, t) for p, t in pairs if p is not None and p.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(y) for y in ys]
+        ps, ts = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ps, us, ts, retain_graph=True, create_graph=graph, allow_unused=True)
+        return [torch.zeros_like(y) if d is None else d for y, d in zip(ys, found, strict=True)]
+
+    def keep_rows(self) -> tuple[Sequence[Any], Kept]:
+        self.handle.counts["keep_rows"] += 1
+        axes = self.word[-1][1]
+        batch = next(x.shape[0] for x, m in zip(self.operands, axes, strict=True) if m)
+        rows = [x if m else x.expand(batch, *x.shape) for x, m in zip(self.operands, axes, strict=True)]
+        rows = [x.detach().requires_grad_() if inexact(x) else x for x in rows]
+        results = self.evaluate((*self.word[:-1], ("V", (True,) * len(rows))), rows)
+        return results, Kept(rows, results, batch)
+
+    def rows(self, rows: np.ndarray, token_ops: int) -> list[Any] | None:
+        assert rows.dtype == np.uint32 and rows.ndim == 2 and rows.shape[1] == 2, rows
+        kept = self.handle.kept.get(int(rows[0, 0])) if len(rows) else None
+        whole = kept is not None and (rows == [[rows[0, 0], i] for i in range(kept.batch)]).all()
+        if kept is None or not whole or len(self.word) != token_ops + 2 or self.word[-1][0] != "V":
+            return None
+        op, axes = self.word[token_ops], self.word[-1][1]
+        n = len(op[1]) if op[0] == "J" else op[2]
+        linear = [
+            x if m else x.expand(kept.batch, *x.shape)
+            for x, m in zip(self.operands[-n:], axes[-n:], strict=True)
+        ]
+        self.handle.counts["pull_rows" if op[0] == "T" else "push_rows"] += 1
+        with torch.enable_grad():
+            if op[0] == "J":
+                return self.push(kept, op[1], linear, False)
+            found = self.pull(kept, op[1], linear, False, False)
+        return [
+            torch.zeros_like(kept.operands[i]) if g is None else g for i, g in zip(op[1], found, strict=True)
+        ]
+
+
+def _tangent(function: Callable[..., Any], op: Any, operands: Tensors) -> Sequence[torch.Tensor]:
+    """By two pullbacks: dual levels are process-wide, and this double shares the process of its caller."""
+    xs, ds = operands[: -len(op[1]) or None], operands[-len(op[1]) or len(operands) :]
+    ys, pull = torch.func.vjp(_partial(function, op[1], xs), *[xs[i] for i in op[1]])
+    return torch.func.vjp(lambda *us: pull(us), *[torch.zeros_like(y) for y in ys])[1](tuple(ds))
+
+
+def _pullback(function: Callable[..., Any], op: Any, operands: Tensors) -> Sequence[torch.Tensor]:
+    n = len(operands) - op[2]
+    xs, cs = operands[:n], operands[n:]
+    return torch.func.vjp(_partial(function, op[1], xs), *[xs[i] for i in op[1]])[1](tuple(cs))
+
+
+def _batched(function: Callable[..., Any], op: Any, operands: Tensors) -> Sequence[torch.Tensor]:
+    return torch.func.vmap(function, tuple(0 if m else None for m in op[1]))(*operands)
+
+
+def _partial(function: Callable[..., Any], wrt: Sequence[int], xs: Tensors) -> Callable[..., Any]:
+    """The inexact results as a function of the operands ``wrt`` alone."""
+
+    def of_wrt(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        operands = list(xs)
+        for i, value in zip(wrt, values, strict=True):
+            operands[i] = value
+        return tuple(y for y in function(*operands) if inexact(y))
+
+    return of_wrt
+
+
+_RULES: dict[str, Callable[..., Sequence[torch.Tensor]]] = {
+    "J": _tangent,
+    "T": _pullback,
+    "V": _batched,
+}
