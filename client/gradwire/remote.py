@@ -26,6 +26,9 @@ from gradwire_wire.structures import fill, flatten, positional
 __all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
 
 
+MAX_SITES = 1024
+
+
 class ShapeDtype(NamedTuple):
     """Shape and dtype (by name) of a tensor that is not there: in `Remote.spec` and ``options(out_spec=...)``."""
 
@@ -70,6 +73,7 @@ class Remote:
         self.handle = handle
         self._background = background
         self._options = options or Options()
+        self._sites: dict[tuple[bytes, bool, bool | None], Site] = {}
 
     def __repr__(self) -> str:
         return f"<gradwire.Remote {self.handle.name}>"
@@ -82,8 +86,7 @@ class Remote:
         """
         structure, leaves = self._flatten(args, kwargs)
         face = face_named(family_of_call(leaves, structure, self._options.family))
-        site = self._site(structure, accumulate=self.handle.is_module and face.ACCUMULATES)
-        return face.call(self.handle, site, leaves)
+        return face.call(self.handle, self._plain_site(structure, self.handle.is_module and face.ACCUMULATES), leaves)
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
         """Results and pullback, for any caller (see `Pullback`).
@@ -198,6 +201,16 @@ class Remote:
             "out_spec": None if options.out_spec is None else _spec_result(options.out_spec),
         }
         return Site(structure, **{**settings, **overrides})
+
+    def _plain_site(self, structure: bytes, accumulate: bool) -> Site:
+        """The site of a plain call, kept: making and hashing one costs more than finding it."""
+        key = (structure, accumulate, self.handle.training)
+        site = self._sites.get(key)
+        if site is None:
+            if len(self._sites) >= MAX_SITES:
+                self._sites.clear()
+            site = self._sites[key] = self._site(structure, accumulate=accumulate)
+        return site
 
     def _exported(self, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> tuple[Site, str, list[Carrier]]:
         structure, leaves = self._flatten(args, kwargs)

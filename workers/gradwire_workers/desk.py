@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import os
 import time
+from functools import lru_cache
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -293,8 +294,7 @@ class Desk:
         site = _site_of(spec, program)
         avals = [_aval_of(raw) for raw in spec.avals]
         results, structure = program.spec(site, avals)
-        facts, _ = flatten([[list(a.shape), list(a.dtype)] for a in results], _never)
-        tree, _ = flatten([facts, structure], _never)
+        tree, _ = flatten([[[list(a.shape), list(a.dtype)] for a in results], structure], _never)
         return Done(spec.call_id, tree, [], 0, 0)
 
     def _load(self, session: Session, load: Load, frames: Sequence[bytes]) -> Done:
@@ -336,15 +336,14 @@ def _site_of(message: Call | Spec, program: Program) -> WorkerSite:
             f"this call was made for training={message.training}, but the module is now in training={program.training}: "
             "a compiled program has the mode of its trace; trace it again after train() or eval()"
         )
-    flags = message.flags
+    return _site(message.structure, message.training, message.flags, getattr(message, "seed", None))
+
+
+@lru_cache(maxsize=4096)
+def _site(structure: bytes, training: bool | None, flags: int, seed: int | None) -> WorkerSite:
     compile_ = False if flags & messages.EAGER else True if flags & messages.TRACED else None
     return WorkerSite(
-        message.structure,
-        message.training,
-        bool(flags & messages.ACCUMULATE),
-        bool(flags & messages.ANCHORED),
-        getattr(message, "seed", None),
-        compile_,
+        structure, training, bool(flags & messages.ACCUMULATE), bool(flags & messages.ANCHORED), seed, compile_
     )
 
 
