@@ -67,8 +67,7 @@ def _array(x: Any, i: int, site: Site) -> Any:
         if isinstance(x, jax.Array):
             element_type(tensors.aval(x).dtype)
             return x
-        element = element_type(numpy_tensors.aval(x).dtype)
-        return jnp.array(x.astype(element, copy=False))
+        return np.array(x, element_type(numpy_tensors.aval(x).dtype))  # JAX may keep it as a constant
     except (DtypeError, UnsupportedTensorError) as error:
         names = [*(["the anchor"] if site.anchored else []), *leaf_paths(site.structure)]
         raise type(error)(f"{names[i]}: {error}") from None

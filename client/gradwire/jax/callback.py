@@ -211,7 +211,7 @@ def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
         jax.block_until_ready(results)
     except Exception as error:
         failure = recall(error)
-        if failure is None:
+        if failure is None or failure.error is None:
             raise
         raise failure.error from None
     if derived.keep:
@@ -230,21 +230,19 @@ def _release_with(kept: Any, derived: Derived) -> None:
 def barrier() -> None:
     """Wait until every call that moves state, dispatched by this thread in compiled programs, has happened.
 
-    Raises the original error of one that failed, once; after that, later calls work.
+    Raises the original error of one that failed, unless it was raised before; after that, later calls work.
     """
     try:
         jax.effects_barrier()
     except Exception as error:
-        failure = recall(error)
-        if failure is None and not _is_ours(error):
+        if "CallbackError" not in str(error):
             raise
+        failure = recall(error)
         _drop_failed_tokens()
-        if failure is not None and failure.moved_state:
+        if failure is None:
+            raise
+        if failure.moved_state and failure.error is not None:  # else its results carry the error
             raise failure.error from None
-
-
-def _is_ours(error: BaseException) -> bool:
-    return "CallbackError" in str(error)
 
 
 def _drop_failed_tokens() -> None:

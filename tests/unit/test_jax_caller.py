@@ -1,0 +1,313 @@
+"""The JAX caller: every derivative equals what JAX itself computes of the same function.
+
+The worker is a double in this process (torch in a thread of its own); the oracle is plain JAX.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax import lax
+
+import gradwire.jax
+from gradwire.families import is_leaf
+from gradwire.site import Site
+from gradwire_wire.structures import flatten
+from tests.doubles.torch_handle import TorchHandle
+
+# torch loads scripted code of its own when it first differentiates forwards.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wide() -> Iterator[None]:
+    """64-bit types on: rounding must not hide a wrong derivative."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+class Remote:
+    """What `gradwire.Remote` does, over a double."""
+
+    def __init__(self, target: Function, **site: Any) -> None:
+        self.handle = TorchHandle(target)
+        self.options = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        structure, leaves = flatten([list(args), kwargs], is_leaf)
+        return gradwire.jax.call(self.handle, Site(structure, **self.options), leaves)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the worker was asked for, spec left out; counting starts afresh."""
+        counts = {k: v for k, v in self.handle.counts.items() if k not in ("spec", "message", "released")}
+        self.handle.counts.clear()
+        return counts
+
+
+@pytest.fixture
+def remote() -> Iterator[Callable[..., Remote]]:
+    made: list[Remote] = []
+
+    def make(target: Function, **site: Any) -> Remote:
+        made.append(Remote(target, **site))
+        return made[-1]
+
+    yield make
+    for r in made:
+        r.handle.close()
+
+
+def equal(got: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    """Same tree, shapes and dtypes, and values that differ by rounding only."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if a.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(a, b, tolerance, tolerance * max(1.0, np.abs(b).max(initial=0)))
+
+
+def test_the_comparison_can_fail() -> None:
+    for wrong in (jnp.ones(3), jnp.zeros(2), jnp.zeros(3, "float32"), (jnp.zeros(3),)):
+        with pytest.raises(AssertionError):
+            equal(wrong, jnp.zeros(3))
+
+
+# ---- Every transformation, one by one and in each other ------------------------------------------------------------
+
+
+def torch_f(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tanh(x @ w) * x.sum(), (x**3).sum()
+
+
+def jax_f(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.tanh(x @ w) * x.sum(), (x**3).sum()
+
+
+def loss_of(f: Function) -> Function:
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        y, z = f(x, w)
+        return (y**2).sum() + z
+
+    return loss
+
+
+def scanned(f: Function, length: int = 6, wrap: Function = lambda step: step) -> Function:
+    step = lambda w: wrap(lambda c, _: (jnp.sin(f(c, w)[0]), None))  # noqa: E731
+    return lambda x, w: lax.scan(step(w), x, None, length=length)[0].sum()
+
+
+def looped(f: Function) -> Function:
+    return lambda x, w: lax.while_loop(
+        lambda s: s[0] < 5, lambda s: (s[0] + 1, jnp.sin(f(s[1], w)[0])), (0, x)
+    )[1]
+
+
+def checkpointed(f: Function, **options: Any) -> Function:
+    return lambda x, w: jax.checkpoint(lambda x: loss_of(f)(jnp.sin(x), w), **options)(x)
+
+
+def vmapped_sum(f: Function) -> Function:
+    return lambda X, w: jax.vmap(loss_of(f), (0, None))(X, w).sum()
+
+
+def linearized_twice(f: Function) -> Function:
+    def both(x: Any, w: Any) -> Any:
+        _, line = jax.linearize(f, x, w)
+        return line(x, w), line(2 * x, w)
+
+    return both
+
+
+def pulled_twice(f: Function) -> Function:
+    def both(x: Any, w: Any) -> Any:
+        y, pull = jax.vjp(f, x, w)
+        return pull(y), pull(jax.tree.map(lambda a: a * 2, y))
+
+    return both
+
+
+def mapped_pullbacks(f: Function) -> Function:
+    def pulled(X: Any, w: Any) -> Any:
+        y, pulls = jax.vmap(lambda x: jax.vjp(lambda x: f(x, w), x))(X)
+        return jax.vmap(lambda pull, c: pull(c))(pulls, y)
+
+    return pulled
+
+
+def across_jits(f: Function) -> Function:
+    forward, backward = jax.jit(lambda x, w: jax.vjp(f, x, w)), jax.jit(lambda pull, c: pull(c))
+
+    def pulled(x: Any, w: Any) -> Any:
+        y, pull = forward(x, w)
+        return backward(pull, y), backward(pull, y)
+
+    return pulled
+
+
+rng = np.random.RandomState(0)
+W, X1, X5, W5 = rng.randn(4, 4), rng.randn(4), rng.randn(5, 4), rng.randn(5, 4, 4)
+SAVEABLE = jax.checkpoint_policies
+
+ONE = {  # of (x, w)
+    "forward": lambda f: f,
+    "grad": lambda f: jax.grad(loss_of(f)),
+    "grad of both": lambda f: jax.grad(loss_of(f), (0, 1)),
+    "value_and_grad": lambda f: jax.value_and_grad(loss_of(f), (0, 1)),
+    "grad of one result": lambda f: jax.grad(lambda x, w: f(x, w)[1]),
+    "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (x, w * 2)),
+    "jvp of one argument": lambda f: lambda x, w: jax.jvp(lambda x: f(x, w), (x,), (x,)),
+    "linearize, used twice": linearized_twice,
+    "vjp, pulled twice": pulled_twice,
+    "jacrev": lambda f: jax.jacrev(f, (0, 1)),
+    "jacfwd": lambda f: jax.jacfwd(f, (0, 1)),
+    "hessian": lambda f: jax.hessian(loss_of(f), (0, 1)),
+    "jacrev of jacrev": lambda f: jax.jacrev(jax.jacrev(loss_of(f))),
+    "jacrev of jacfwd": lambda f: jax.jacrev(jax.jacfwd(loss_of(f))),
+    "jacfwd of jacfwd": lambda f: jax.jacfwd(jax.jacfwd(loss_of(f))),
+    "grad of grad": lambda f: jax.grad(lambda x, w: (jax.grad(loss_of(f))(x, w) ** 2).sum(), (0, 1)),
+    "third order": lambda f: jax.grad(
+        lambda x, w: (jax.grad(lambda x, w: (jax.grad(loss_of(f))(x, w) ** 2).sum())(x, w) ** 2).sum()
+    ),
+    "hvp, forward over reverse": lambda f: lambda x, w: jax.jvp(
+        jax.grad(lambda x: loss_of(f)(x, w)), (x,), (x,)
+    )[1],
+    "hvp, reverse over forward": lambda f: lambda x, w: jax.grad(
+        lambda x: jax.jvp(lambda x: loss_of(f)(x, w), (x,), (jnp.ones_like(x),))[1]
+    )(x),
+    "scan": lambda f: lambda x, w: lax.scan(lambda c, _: (f(c, w)[0], f(c, w)[1]), x, None, length=6),
+    "grad of scan": lambda f: jax.grad(scanned(f), (0, 1)),
+    "hessian of scan": lambda f: jax.hessian(scanned(f, 3)),
+    "while_loop": looped,
+    "jvp of while_loop": lambda f: lambda x, w: jax.jvp(lambda x: looped(f)(x, w), (x,), (x,)),
+    "grad of cond": lambda f: jax.grad(
+        lambda x, w: lax.cond(x.sum() > 100, lambda x: f(x, w)[0], lambda x: f(2 * x, w)[0], x).sum()
+    ),
+    "grad of checkpoint": lambda f: jax.grad(checkpointed(f)),
+    "grad of checkpoint in scan": lambda f: jax.grad(scanned(f, 4, jax.checkpoint)),
+    "hessian of checkpoint": lambda f: jax.hessian(checkpointed(f)),
+    "checkpoint, everything": lambda f: jax.grad(checkpointed(f, policy=SAVEABLE.everything_saveable)),
+    "checkpoint, dots": lambda f: jax.grad(checkpointed(f, policy=SAVEABLE.dots_saveable)),
+}
+MANY = {  # of (X, w)
+    "vmap": lambda f: jax.vmap(f, (0, None)),
+    "vmap over axis 1": lambda f: lambda X, w: jax.vmap(f, (1, None))(X.T, w),
+    "vmap over the last axis": lambda f: lambda X, w: jax.vmap(f, (-1, None), (0, -1))(X.T, w),
+    "grad of vmap": lambda f: jax.grad(vmapped_sum(f), (0, 1)),
+    "hessian of vmap": lambda f: jax.hessian(vmapped_sum(f)),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(loss_of(f), (0, 1)), (0, None)),
+    "vmap of hessian": lambda f: jax.vmap(jax.hessian(loss_of(f)), (0, None)),
+    "vmap of jvp": lambda f: jax.vmap(lambda x, w: jax.jvp(f, (x, w), (x, w)), (0, None)),
+    "vmap of grad, batch 1": lambda f: lambda X, w: jax.vmap(jax.grad(loss_of(f)), (0, None))(X[:1], w),
+    "vmap of grad, batch 0": lambda f: lambda X, w: jax.vmap(jax.grad(loss_of(f)), (0, None))(X[:0], w),
+    "grad of vmap, batch 0": lambda f: lambda X, w: jax.grad(vmapped_sum(f), (0, 1))(X[:0], w),
+    "lax.map": lambda f: lambda X, w: lax.map(lambda x: f(x, w), X),
+    "vmap of grad of scan": lambda f: jax.vmap(jax.grad(scanned(f)), (0, None)),
+    "vmap of pullbacks": mapped_pullbacks,
+}
+PAIRS = {  # of (X, WW)
+    "vmap over both": jax.vmap,
+    "nested vmap": lambda f: jax.vmap(jax.vmap(f, (0, None)), (None, 0)),
+    "grad of nested vmap": lambda f: jax.grad(
+        lambda X, WW: jax.vmap(jax.vmap(loss_of(f), (0, None)), (None, 0))(X, WW).sum(), (0, 1)
+    ),
+    "vmap of grad over both": lambda f: jax.vmap(jax.grad(loss_of(f), (0, 1))),
+}
+CELLS = [
+    *((name, make, (X1, W)) for name, make in ONE.items()),
+    *((name, make, (X5, W)) for name, make in MANY.items()),
+    *((name, make, (X5, W5)) for name, make in PAIRS.items()),
+]
+_oracles: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+@pytest.mark.parametrize(("name", "make", "arrays"), CELLS, ids=[name for name, _, _ in CELLS])
+def test_transformation(remote: Any, name: str, make: Function, arrays: Any, mode: str) -> None:
+    arguments = [jnp.asarray(a) for a in arrays]
+    if name not in _oracles:
+        _oracles[name] = jax.jit(make(jax_f))(*arguments)
+    function = make(remote(torch_f))
+    got = (jax.jit(function) if mode == "jit" else function)(*arguments)
+    equal(got, _oracles[name])
+
+
+@pytest.mark.parametrize("sequential", ["vmap", "vmap of grad", "grad of vmap", "vmap of hessian"])
+def test_vmap_row_by_row(remote: Any, sequential: str) -> None:
+    arguments = [jnp.asarray(X5), jnp.asarray(W)]
+    f = remote(torch_f, vmap="sequential")
+    equal(jax.jit(MANY[sequential](f))(*arguments), jax.jit(MANY[sequential](jax_f))(*arguments))
+    assert not {"keep_rows", "pull_rows"} & set(f.counts)
+
+
+def test_a_pullback_outlives_the_program_that_made_it(remote: Any) -> None:
+    arguments = [jnp.asarray(X1), jnp.asarray(W)]
+    equal(across_jits(remote(torch_f))(*arguments), across_jits(jax_f)(*arguments))
+
+
+# ---- What the worker is asked for ----------------------------------------------------------------------------------
+
+COUNTS: list[tuple[str, Function, Any, dict[str, int]]] = [
+    ("a call keeps nothing", lambda f: f, (X1, W), {"plain": 1}),
+    ("grad is one forward and one pullback", lambda f: jax.grad(loss_of(f)), (X1, W), {"keep": 1, "pull": 1}),
+    ("a pullback nobody calls keeps nothing", lambda f: lambda x, w: jax.vjp(f, x, w)[0], (X1, W), {"plain": 1}),
+    (
+        "equal forwards are one, pulled twice",
+        lambda f: lambda x, w: (jax.grad(loss_of(f))(x, w), jax.grad(loss_of(f), 1)(x, w)),
+        (X1, W),
+        {"keep": 1, "pull": 2},
+    ),
+    (
+        "vmap of grad is one forward and one pullback",
+        lambda f: jax.vmap(jax.grad(loss_of(f)), (0, None)),
+        (X5, W),
+        {"keep_rows": 1, "pull_rows": 1},
+    ),
+    ("grad of vmap is too", lambda f: jax.grad(vmapped_sum(f)), (X5, W), {"keep": 1, "pull": 1}),
+    ("a batch of none is no message", lambda f: jax.vmap(f, (0, None)), (X5[:0], W), {}),
+    ("jvp is a forward and a tangent of it", lambda f: lambda x, w: jax.jvp(f, (x, w), (x, w)), (X1, W), {"keep": 1, "push": 1}),
+    ("an unused call is none", lambda f: lambda x, w: (f(x, w), x)[1], (X1, W), {}),
+]
+
+
+@pytest.mark.parametrize(("make", "arrays", "counts"), [c[1:] for c in COUNTS], ids=[c[0] for c in COUNTS])
+def test_messages_of_a_compiled_program(remote: Any, make: Function, arrays: Any, counts: Any) -> None:
+    f = remote(torch_f)
+    jax.block_until_ready(jax.jit(make(f))(*arrays))
+    assert f.counts == counts
+
+
+def test_recomputing_keeps_nothing(remote: Any) -> None:
+    f = remote(torch_f, residuals="recompute")
+    equal(jax.jit(jax.grad(loss_of(f)))(X1, W), jax.grad(loss_of(jax_f))(X1, W))
+    assert f.counts == {"plain": 1, "recompute": 1}
+
+
+def test_eager_tokens_are_given_back_when_they_are_dropped(remote: Any) -> None:
+    f = remote(torch_f)
+    y, pull = jax.vjp(f, X1, W)
+    gc.collect()
+    assert len(f.handle.kept) == 1
+    pull(y), pull(y)
+    assert f.counts == {"keep": 1, "pull": 2}
+    del pull
+    jax.vmap(jax.grad(loss_of(f)), (0, None))(X5, W)
+    gc.collect()
+    assert not f.handle.kept
+
+
+def test_grad_of_a_long_scan(remote: Any) -> None:
+    f = remote(torch_f)
+    equal(jax.jit(jax.grad(scanned(f, 1000)))(X1, W), jax.jit(jax.grad(scanned(jax_f, 1000)))(X1, W))
+    assert f.counts == {"keep": 1000, "pull": 1000}
