@@ -1,0 +1,62 @@
+"""The PyTorch worker: plain autograd on kept graphs. See `gradwire_workers.program.Engine`.
+
+``tape`` has the derivatives, ``program`` the loaded target, ``shapes`` its spec, ``state`` a module's state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire_wire.errors import UsageError
+from gradwire_wire.tensors.torch import NAME, adopt, aval, export, is_tensor
+from gradwire_workers.torch.program import TorchProgram
+
+__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program"]
+
+_device = torch.device("cpu")
+
+
+def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
+    """x64 changes nothing: torch always has 64-bit types. device: modules and operands are moved there.
+
+    Raises UsageError for a device that is not there.
+    """
+    global _device
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if device is not None:
+        try:
+            _device = torch.device(device)
+            torch.empty(1, device=_device)
+        except (RuntimeError, AssertionError) as error:
+            raise UsageError(
+                f"this worker has no device {device!r}: {error}. It has {', '.join(_devices())}"
+            ) from error
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+
+def facts() -> dict[str, Any]:
+    return {
+        "framework": NAME,
+        "version": torch.__version__,
+        "devices": _devices(),
+        "device": str(_device),
+        "threads": torch.get_num_threads(),
+        "numpy": np.__version__,
+    }
+
+
+def program(obj: Any, *, is_module: bool) -> TorchProgram:
+    """is_module: whether a factory made obj; what counts is whether it is a torch.nn.Module."""
+    if not callable(obj):
+        what = "the factory returned" if is_module else "the target is"
+        raise UsageError(
+            f"{what} a {type(obj).__qualname__}, which cannot be called. Name a function or a module"
+        )
+    return TorchProgram(obj, _device)

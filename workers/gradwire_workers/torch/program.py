@@ -1,0 +1,208 @@
+"""A loaded torch function or module: calls, kept calls, and its state. See `gradwire_workers.program.Program`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import UsageError
+from gradwire_wire.tensors import numpy as numpy_family
+from gradwire_wire.tensors.torch import adopt, is_tensor
+from gradwire_workers.flat import Flat
+from gradwire_workers.program import Result, WorkerSite
+from gradwire_workers.torch import shapes, state
+from gradwire_workers.torch.tape import Kept, KeptRows, evaluate, leaves_of, row_operands, saved_nbytes
+
+__all__ = ["TorchProgram"]
+
+_CPU = torch.device("cpu")
+_MAX_MEASURED = 1024
+
+
+class TorchFlat(Flat):
+    """The user's callable over flat operands; numpy arrays in its result become tensors."""
+
+    def __init__(self, target: Any, site: WorkerSite, device: Any) -> None:
+        super().__init__(target, site, is_tensor)
+        self._device = device
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        return tuple(_as_tensor(y) for y in super().__call__(*operands))
+
+    def avals(self, avals: Sequence[Aval]) -> list[Aval]:
+        shadow_flat = partial(TorchFlat, site=self._site, device=self._device)
+        found, self.structure = shapes.spec(self._target, shadow_flat, avals, self._device)
+        return found
+
+
+def _as_tensor(y: Any) -> Any:
+    return y if isinstance(y, torch.Tensor) else adopt(numpy_family.export(y))
+
+
+class TorchProgram:
+    """One loaded target.
+
+    A call that keeps nothing runs without gradients if the target is a module in eval mode, as inference
+    does; everything else runs with gradients enabled, as a plain call in torch does: user code may use
+    autograd itself. An eval-mode module found to do so is run again with gradients, and always from then on.
+    """
+
+    def __init__(self, target: Callable[..., Any], device: Any = _CPU) -> None:
+        self._module = target if isinstance(target, torch.nn.Module) else None
+        self._device = None if device == _CPU else device
+        if self._module is not None and self._device is not None:
+            self._module.to(self._device)
+        self._target = target
+        self._uses_autograd = False
+        self._measured: dict[Any, int] = {}
+        self.is_module = self._module is not None
+        self.generation = 0
+
+    @property
+    def training(self) -> bool | None:
+        return None if self._module is None else self._module.training
+
+    def place(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The tensors on this worker's device."""
+        return tensors if self._device is None else [x.to(self._device) for x in tensors]
+
+    def trainable(self) -> list[Any]:
+        """Parameters that pullbacks accumulate into."""
+        return [] if self._module is None else [p for p in self._module.parameters() if p.requires_grad]
+
+    # ---- Calls ---------------------------------------------------------------------------------------------------
+
+    def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
+        flat = self._flat(site)
+        operands = self.place(operands)
+        with _random(site.seed, self._device):
+            if all(op[0] == "V" for op in word):
+                results = self._forward(flat, word, operands)
+            else:
+                parameters = self.trainable() if site.accumulate else ()
+                with torch.enable_grad():
+                    results = evaluate(flat, word, leaves_of(operands), parameters=parameters)
+        return _result(site, word, results, flat.structure)
+
+    def _forward(self, flat: TorchFlat, word: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
+        if self._module is None or self._module.training or self._uses_autograd:
+            with torch.enable_grad():
+                return evaluate(flat, word, operands)
+        try:
+            with torch.no_grad():
+                return evaluate(flat, word, operands)
+        except RuntimeError as error:
+            if "does not require grad and does not have a grad_fn" not in str(error):
+                raise
+        with torch.enable_grad():
+            results = evaluate(flat, word, operands)
+        self._uses_autograd = True
+        return results
+
+    def keep(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> tuple[Result, Kept]:
+        flat = self._flat(site)
+        leaves = leaves_of(self.place(operands))
+        with _random(site.seed, self._device), torch.enable_grad():
+            results = evaluate(flat, word, leaves, create_graph=True)
+        outer = word[-1][1] if word and word[-1][0] == "T" else ()
+        whole = [torch.zeros_like(leaves[outer[i]]) if y is None else y for i, y in enumerate(results)]
+        kept = Kept(self, leaves, whole, site.anchored, self._nbytes(word, leaves, whole))
+        return _result(site, word, results, flat.structure), kept
+
+    def keep_rows(
+        self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
+    ) -> tuple[Result, KeptRows]:
+        ((_, axes),) = word
+        flat = self._flat(site)
+        leaves = leaves_of(self.place(operands))
+        with _random(site.seed, self._device), torch.enable_grad():
+            rows, axes, size = row_operands(leaves, axes)
+            results = evaluate(flat, (("V", axes),), rows)
+        nbytes = self._nbytes(word, leaves, results)
+        kept = KeptRows(self, leaves, rows, size, results, site.anchored, nbytes)
+        return _result(site, word, results, flat.structure), kept
+
+    def _flat(self, site: WorkerSite) -> TorchFlat:
+        if site.compile:
+            raise UsageError(
+                "a torch worker runs functions eagerly, and options(compile=True) asks for compiling. "
+                "Leave it out, or apply torch.compile to the target in the worker's own code"
+            )
+        return TorchFlat(self._target, site, self._device or _CPU)
+
+    def _nbytes(self, word: tuple[Any, ...], leaves: Sequence[Any], results: Sequence[Any]) -> int:
+        """What keeping costs; measured once per word and shapes."""
+        key = (word, self.training, *[(x.shape, x.dtype) for x in leaves])
+        found = self._measured.get(key)
+        if found is None:
+            if len(self._measured) >= _MAX_MEASURED:
+                self._measured.clear()
+            shared = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
+            found = self._measured[key] = saved_nbytes(results, leaves, shared)
+        return found
+
+    def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
+        flat = self._flat(site)
+        return flat.avals(avals), flat.structure
+
+    # ---- State ---------------------------------------------------------------------------------------------------
+
+    def _state(self) -> Any:
+        if self._module is None:
+            raise UsageError(
+                f"a {type(self._target).__qualname__} has no parameters, modes or optimizers: only a torch.nn.Module has. "
+                "Load one with Worker.module, from a factory that returns it"
+            )
+        return self._module
+
+    def train(self, mode: bool) -> None:
+        self._state().train(mode)
+
+    def parameters(self) -> dict[str, Any]:
+        return state.detached(self._state().named_parameters())
+
+    def buffers(self) -> dict[str, Any]:
+        return state.detached(self._state().named_buffers())
+
+    def state_dict(self) -> dict[str, Any]:
+        return state.detached(self._state().state_dict().items())
+
+    def load_state_dict(self, new: dict[str, np.ndarray], strict: bool = True) -> None:
+        state.load(self._state(), new, strict)
+        self.generation += 1
+
+    def grads(self) -> dict[str, Any]:
+        return state.grads(self._state())
+
+    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> state.TorchOptimizer:
+        return state.TorchOptimizer(self, self._state(), target, kwargs)
+
+
+def _result(site: WorkerSite, word: tuple[Any, ...], results: Sequence[Any], structure: bytes) -> Result:
+    tensors = [None if y is None else y.detach() for y in results]
+    if site.anchored and word and word[-1][0] == "T" and 0 in word[-1][1]:
+        tensors[word[-1][1].index(0)] = torch.zeros(())
+    return Result(tensors, b"" if word else structure)
+
+
+@contextmanager
+def _random(seed: int | None, device: Any) -> Iterator[None]:
+    """torch's random numbers as after ``torch.manual_seed(seed)``; the worker's own go on afterwards as before."""
+    if seed is None:
+        yield
+    elif device is not None:
+        with torch.random.fork_rng(devices=[device]):
+            torch.manual_seed(seed)
+            yield
+    else:  # torch.manual_seed would note the whole stack for devices that are not there: 300 µs
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)

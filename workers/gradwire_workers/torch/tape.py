@@ -1,0 +1,405 @@
+"""Derived functions on torch's own tape, and the graphs that are kept for later ones.
+
+A call that will be differentiated runs with gradients enabled on *leaves*: detached operands that
+require gradients. The user's code gets aliases of them that are no leaves (`entered`), so that an
+in-place first layer works. Everything else is plain autograd on the graph that comes out:
+
+    T  pullback   autograd.grad(results, operands, cotangents)
+    J  tangent    the pullback is linear in its cotangents u; its own pullback with respect to u is J
+    V  batch      torch.func.vmap of the user's function, and only of it
+
+`torch.func` would be the shorter way for T and J, but under it train-mode BatchNorm and user code that
+calls autograd raise. A word such as T, V is therefore computed with the batch innermost: V first, with every
+operand that is differentiated expanded to one row each; rows do not mix, so the pullback of the batch
+is the batch of pullbacks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Callable, NamedTuple, Protocol, Sequence
+
+import numpy as np
+import torch
+
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import ResidualLostError, UsageError
+from gradwire_wire.tensors.torch import torch_dtype, wire_dtype
+
+__all__ = ["Kept", "KeptRows", "entered", "evaluate", "leaves_of", "row_operands", "saved_nbytes"]
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+_autograd_grad = torch.autograd.grad
+
+
+class _Batch(NamedTuple):
+    """A pending vmap: which of the operands have its axis, and its length."""
+
+    axes: tuple[bool, ...]
+    size: int
+
+
+class Base(Protocol):
+    """The user's function of flat operands."""
+
+    def __call__(self, *operands: Any) -> Sequence[Any]:
+        """Its results."""
+
+    def avals(self, avals: Sequence[Aval]) -> list[Aval]:
+        """Their shapes and dtypes."""
+
+
+def is_inexact(x: Any) -> bool:
+    return bool(x.is_floating_point() or x.is_complex())
+
+
+def leaves_of(operands: Sequence[Any]) -> list[Any]:
+    """The operands as leaves of a new graph; exact ones as they are. The same memory."""
+    return [x.detach().requires_grad_() if is_inexact(x) else x for x in operands]
+
+
+class _Enter(torch.autograd.Function):
+    """The leaf's memory with the leaf's strides as a tensor that is neither a leaf nor a view."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Any, memory: list[Any]) -> Any:
+        return memory[0].data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def entered(x: Any) -> Any:
+    if not x.requires_grad:
+        return x
+    alias = _unsafe_view(x, x.shape)
+    # It may choose other strides for dimensions of length 1, and these tell channels-last from contiguous.
+    return alias if alias.stride() == x.stride() else _Enter.apply(x, [x])
+
+
+# ---- Evaluation of a word -------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    base: Base,
+    word: tuple[Any, ...],
+    operands: Sequence[Any],
+    *,
+    create_graph: bool = False,
+    parameters: Sequence[Any] = (),
+    batches: tuple[_Batch, ...] = (),
+    outermost: bool = True,
+) -> list[Any]:
+    """The results of the derived function at operands that are leaves or computed from leaves.
+
+    create_graph: the results will be differentiated. parameters: those whose gradients the last
+    pullback accumulates. batches: vmaps still to be applied, innermost first.
+    A result of an outermost T is None where the operand is not used.
+    """
+    if not word:
+        return _run(base, batches, operands)
+    op, inner = word[-1], word[:-1]
+    if op[0] == "V":
+        batches = (_batch(op[1], operands, batches), *batches)
+        return evaluate(
+            base, inner, operands, create_graph=create_graph, parameters=parameters, batches=batches
+        )
+    count = len(operands) - (len(op[1]) if op[0] == "J" else op[2])
+    rows = [i in op[1] or i >= count for i in range(len(operands))]
+    operands = [_expanded(x, i, batches) if rows[i] else x for i, x in enumerate(operands)]
+    inner_batches = tuple(
+        _Batch(tuple(a or r for a, r in zip(b.axes, rows))[:count], b.size) for b in batches
+    )
+    results = evaluate(
+        base, inner, operands[:count], create_graph=True, batches=inner_batches, outermost=False
+    )
+    results = [y for y in results if is_inexact(y)]
+    wrt = [operands[i] for i in op[1]]
+    if op[0] == "J":
+        return push(results, wrt, operands[count:], create_graph=create_graph)
+    grads = pull(results, wrt, operands[count:], create_graph=create_graph, parameters=parameters)
+    return grads if outermost and not batches else filled(grads, wrt)
+
+
+def filled(grads: Sequence[Any], wrt: Sequence[Any]) -> list[Any]:
+    """Cotangents with zeros in place of None."""
+    return [torch.zeros_like(x, requires_grad=False) if g is None else g for g, x in zip(grads, wrt)]
+
+
+def _batch(axes: tuple[bool, ...], operands: Sequence[Any], outer: tuple[_Batch, ...]) -> _Batch:
+    at = axes.index(True)
+    return _Batch(axes, operands[at].shape[sum(b.axes[at] for b in outer)])
+
+
+def _expanded(x: Any, i: int, batches: tuple[_Batch, ...]) -> Any:
+    """The operand with an axis for every pending batch, outermost first. No memory."""
+    for dim, batch in enumerate(reversed(batches)):
+        if not batch.axes[i]:
+            x = x.unsqueeze(dim)
+            x = x.expand(*x.shape[:dim], batch.size, *x.shape[dim + 1 :])
+    return x
+
+
+_ABOUT_VMAP = re.compile(r"vmap|functorch|atched tensor|batching rule")
+
+
+def _run(base: Base, batches: tuple[_Batch, ...], operands: Sequence[Any]) -> list[Any]:
+    if any(batch.size == 0 for batch in batches):  # vmap itself fails at many operations
+        return _empty(base, batches, operands)
+    call: Callable[..., Sequence[Any]] = base
+    for batch in batches:
+        in_dims = tuple(0 if mapped else None for mapped in batch.axes)
+        call = torch.func.vmap(call, in_dims=in_dims, randomness="different")
+    try:
+        return list(call(*[entered(x) for x in operands]))
+    except RuntimeError as error:
+        if batches and _ABOUT_VMAP.search(str(error)):
+            raise UsageError(
+                f'torch.func.vmap cannot batch this function: {error}. options(vmap="sequential") calls it once per row'
+            ) from error
+        raise
+
+
+def _empty(base: Base, batches: tuple[_Batch, ...], operands: Sequence[Any]) -> list[Any]:
+    sizes = [batch.size for batch in reversed(batches)]
+    rows = [
+        Aval(tuple(x.shape[sum(batch.axes[i] for batch in batches) :]), wire_dtype(x.dtype))
+        for i, x in enumerate(operands)
+    ]
+    return [torch.empty((*sizes, *y.shape), dtype=torch_dtype(y.dtype)) for y in base.avals(rows)]
+
+
+# ---- The two derivatives ---------------------------------------------------------------------------------------------
+
+
+def pull(
+    results: Sequence[Any],
+    wrt: Sequence[Any],
+    cotangents: Sequence[Any],
+    *,
+    create_graph: bool = False,
+    parameters: Sequence[Any] = (),
+) -> list[Any]:
+    """Cotangents of ``wrt`` (None where unused), and gradients added to ``parameters``. Keeps the graph."""
+    pairs = [(y, c) for y, c in zip(results, cotangents) if y.requires_grad]
+    inputs = [x for x in wrt if x.requires_grad]
+    if not pairs or not (inputs or parameters):
+        return [None] * len(wrt)
+    ys, cts = zip(*pairs)
+    if not parameters:
+        grads = _autograd_grad(
+            ys, inputs, cts, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+    elif create_graph or not all(x.is_leaf for x in inputs):
+        both = [*inputs, *parameters]
+        grads = _autograd_grad(ys, both, cts, retain_graph=True, create_graph=create_graph, allow_unused=True)
+        for p, g in zip(parameters, grads[len(inputs) :]):
+            _accumulate(p, g)
+    else:
+        grads = _accumulating_grad(ys, inputs, cts, parameters)
+    found = iter(grads)
+    return [_dense(next(found)) if x.requires_grad else None for x in wrt]
+
+
+def _accumulating_grad(ys: Any, leaves: Sequence[Any], cts: Any, parameters: Sequence[Any]) -> list[Any]:
+    """torch's own accumulation: it knows which gradients may be kept without a copy."""
+    for x in leaves:
+        x.grad = None
+    torch.autograd.backward(ys, cts, retain_graph=True, inputs=[*leaves, *parameters])
+    grads = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
+    return grads
+
+
+def _accumulate(p: Any, grad: Any) -> None:
+    if grad is None:
+        return
+    if p.grad is None:
+        p.grad = torch.empty_like(p).copy_(grad.detach())
+    else:
+        p.grad = p.grad + grad.detach()
+
+
+def _dense(grad: Any) -> Any:
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+
+
+def push(
+    results: Sequence[Any], wrt: Sequence[Any], tangents: Sequence[Any], *, create_graph: bool = False
+) -> list[Any]:
+    """Tangents of the results: the pullback's pullback with respect to its cotangents. Keeps the graph."""
+    ys = [y for y in results if y.requires_grad]
+    pairs = [(x, d) for x, d in zip(wrt, tangents) if x.requires_grad]
+    found: dict[int, Any] = {}
+    if ys and pairs:
+        us = [torch.ones_like(y, requires_grad=True) for y in ys]
+        xs, ds = zip(*pairs)
+        grads = _autograd_grad(ys, xs, us, create_graph=True, allow_unused=True)
+        used = [(g, d) for g, d in zip(grads, ds) if _depends(g)]
+        if used:
+            gs, ds = zip(*used)
+            ts = _autograd_grad(gs, us, ds, retain_graph=True, create_graph=create_graph, allow_unused=True)
+            found = {id(y): t for y, t in zip(ys, ts) if t is not None}
+    return [found[id(y)] if id(y) in found else torch.zeros_like(y, requires_grad=False) for y in results]
+
+
+def _depends(grad: Any) -> bool:
+    """Whether a gradient depends on the cotangents, which are ones; a constant other than zero cannot be right."""
+    if grad is None or grad.requires_grad:
+        return grad is not None
+    if bool((grad != 0).any()):
+        raise UsageError(
+            "forward mode needs a backward that can itself be differentiated, and a torch.autograd.Function in this "
+            "call has one that cannot (it detaches, or computes outside torch). Write its backward with torch operations"
+        )
+    return False
+
+
+# ---- What is kept ----------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """A kept forward: leaves, results, and between them torch's graph. See `program.Residual`.
+
+    owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`.
+    """
+
+    __slots__ = ("_anchored", "_generation", "_leaves", "_owner", "_results", "nbytes")
+
+    def __init__(
+        self, owner: Any, leaves: Sequence[Any], results: Sequence[Any], anchored: bool, nbytes: int
+    ) -> None:
+        self._owner, self._leaves, self._anchored, self.nbytes = owner, list(leaves), anchored, nbytes
+        self._results = [y for y in results if is_inexact(y)]
+        self._generation = owner.generation
+
+    def derive(
+        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], Kept | None]:
+        linear = self._owner.place(linear)
+        if keep:
+            linear = leaves_of(linear)
+        parameters = self._owner.trainable() if accumulate else ()
+        wrt = [self._leaves[i] for i in op[1]]
+        results = self._derived(op, self._results, wrt, linear, keep, parameters)
+        if not keep:
+            return self._anchored_zero(op, results), None
+        whole = filled(results, wrt) if op[0] == "T" else results
+        nbytes = self.nbytes + sum(x.nbytes for x in (*linear, *whole))
+        kept = Kept(self._owner, [*self._leaves, *linear], whole, self._anchored, nbytes)
+        kept._generation = self._generation
+        return self._anchored_zero(op, [None if y is None else y.detach() for y in results]), kept
+
+    def _derived(
+        self,
+        op: tuple[Any, ...],
+        ys: Sequence[Any],
+        wrt: Sequence[Any],
+        linear: Sequence[Any],
+        keep: bool,
+        parameters: Sequence[Any] = (),
+    ) -> list[Any]:
+        try:
+            if op[0] == "J":
+                return push(ys, wrt, linear, create_graph=keep)
+            return pull(ys, wrt, linear, create_graph=keep, parameters=parameters)
+        except RuntimeError as error:
+            if self._generation == self._owner.generation or "inplace operation" not in str(error):
+                raise
+            raise ResidualLostError(
+                "the parameters were changed (an optimizer step or load_state_dict) after the forward whose gradient is "
+                "asked for, so its graph no longer holds. Run the forward again, or step after the last pullback"
+            ) from error
+
+    def _anchored_zero(self, op: tuple[Any, ...], results: list[Any]) -> list[Any]:
+        if self._anchored and op[0] == "T" and 0 in op[1]:
+            results[op[1].index(0)] = torch.zeros_like(self._leaves[0], requires_grad=False)
+        return results
+
+    def derive_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
+    ) -> list[Any] | None:
+        return None
+
+
+class KeptRows(Kept):
+    """A kept batch: between the leaves and the graph lie ``rows``, the operands with one row each."""
+
+    __slots__ = ("_rows", "_size")
+
+    def __init__(
+        self,
+        owner: Any,
+        leaves: Sequence[Any],
+        rows: Sequence[Any],
+        size: int,
+        results: Sequence[Any],
+        anchored: bool,
+        nbytes: int,
+    ) -> None:
+        super().__init__(owner, leaves, results, anchored, nbytes)
+        self._rows, self._size = list(rows), size
+
+    def derive_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
+    ) -> list[Any] | None:
+        numbers = rows[:, 1] if rows.ndim == 2 else rows
+        if not np.array_equal(numbers, np.arange(self._size)):
+            return None
+        linear = [
+            x if mapped else x.expand(self._size, *x.shape)
+            for x, mapped in zip(self._owner.place(linear), axes[len(axes) - len(linear) :])
+        ]
+        wrt = [self._rows[i] for i in op[1]]
+        results = self._derived(op, self._results, wrt, linear, False)
+        return filled(results, wrt) if op[0] == "T" else results
+
+
+def row_operands(operands: Sequence[Any], axes: tuple[bool, ...]) -> tuple[list[Any], tuple[bool, ...], int]:
+    """Operands and axes of a batch in which everything differentiable has a row of its own; its size."""
+    batch = _batch(axes, operands, ())
+    rows = [_expanded(x, i, (batch,)) if is_inexact(x) else x for i, x in enumerate(operands)]
+    return rows, tuple(mapped or is_inexact(x) for x, mapped in zip(operands, axes)), batch.size
+
+
+def saved_nbytes(results: Sequence[Any], leaves: Sequence[Any], shared: Sequence[Any]) -> int:
+    """Bytes of memory that stay because of this graph: operands, results and what its nodes saved.
+
+    shared: tensors that would be there anyway (parameters, buffers). Walks the graph: about 20 µs a
+    node, so ask once per signature. Constants that the user's code holds are counted too.
+    """
+    seen = {x.untyped_storage().data_ptr() for x in shared}
+    nbytes = 0
+    for x in (*leaves, *results, *_saved(results)):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            nbytes += storage.nbytes()
+    return nbytes
+
+
+def _saved(results: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    nodes = [y.grad_fn for y in results if y.grad_fn is not None]
+    visited = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                found += _tensors_at(node, name)
+        for following, _ in node.next_functions:
+            if following is not None and following not in visited:
+                visited.add(following)
+                nodes.append(following)
+    return found
+
+
+def _tensors_at(node: Any, name: str) -> list[Any]:
+    try:
+        value = getattr(node, name)
+    except RuntimeError:  # freed already, or modified in place
+        return []
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [x for x in values if isinstance(x, torch.Tensor) and x.layout is torch.strided]
