@@ -11,7 +11,7 @@ import torch
 
 from gradwire.site import Site
 from gradwire.torch.tokens import named_by, token_tensor
-from gradwire_wire.carriers import Aval
+from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.errors import ResidualLostError
 from gradwire_wire.tensors.torch import adopt, aval, export, torch_dtype
 from gradwire_wire.words import Word, result_avals
@@ -31,6 +31,22 @@ def inexact(x: Any) -> bool:
 def _quiet(site: Site) -> Site:
     """The same call with a pullback that leaves the module's own gradients alone."""
     return replace(site, accumulate=False)
+
+
+class _Exported(Sequence[Carrier]):
+    """Operands as carriers, each made when it is looked at: at a kept token the primals are not."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._tensors[index]
+        return [export(x) for x in found] if isinstance(index, slice) else export(found)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +85,13 @@ class Derived:
         this process and writable. Raises what `Handle.invoke` raises.
         """
         name = named_by(token)
-        if self.site.stateful and self.word and type(name) is int and name == 0:
+        afresh = type(name) is int and name == 0
+        if afresh and self.site.stateful and self.word:
             self._refuse_repetition()
         outcome = self.handle.invoke(
             self.site if self.accumulate or not self.word else _quiet(self.site),
             self.word,
-            [export(x) for x in operands],
+            [export(x) for x in operands] if afresh else _Exported(operands),
             keep=self.keep,
             token=name,
             token_ops=self.token_ops if token is not None else 0,

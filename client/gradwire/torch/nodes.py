@@ -17,7 +17,7 @@ constant. Dynamo is given the operator alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ class _Node(torch.autograd.Function):
         *operands, token = operands_and_token
         results, kept = _evaluate(fn, token, operands)
         _remember(ctx, fn, operands, results, kept)
-        exact = [y for y, real in zip(results, ctx.inexact, strict=True) if not real]
-        if exact:
+        if exact := [y for y in results if y is not None and not inexact(y)]:
             ctx.mark_non_differentiable(*exact)
         return tuple(results)
 
@@ -110,8 +109,7 @@ class _Transformed(torch.autograd.Function):
         fn, *operands, _ = inputs
         *results, kept = output
         _remember(ctx, fn, operands, results, kept)
-        exact = [y for y in output if y is not None and not inexact(y)]
-        ctx.mark_non_differentiable(*exact)
+        ctx.mark_non_differentiable(*(y for y in output if y is not None and not inexact(y)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -140,11 +138,20 @@ class _Transformed(torch.autograd.Function):
 
 def _remember(ctx: Any, fn: Derived, operands: Sequence[Any], results: Sequence[Any], kept: Any) -> None:
     ctx.fn = fn
-    ctx.inexact = [y is None or inexact(y) for y in results]
-    ctx.shapes = [None if y is None else (y.shape, y.dtype) for y in results]
+    ctx.likes = [None if y is None else (y.shape, y.dtype) for y in results]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(kept, *operands)
-    ctx.save_for_forward(kept, *operands)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(kept, *operands)
+
+
+def _differentiable(ctx: Any) -> list[int]:
+    """Which results have a cotangent or tangent. (None: of a pullback, and so as inexact as its operand.)"""
+    return [i for i, like in enumerate(ctx.likes) if like is None or _inexact_dtype(like[1])]
+
+
+def _inexact_dtype(dtype: Any) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -152,28 +159,33 @@ def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
     fn = ctx.fn
     kept, *operands = ctx.saved_tensors
     found: list[Any] = [None] * len(operands)
-    given = {i: c for i, (c, real) in enumerate(zip(cotangents, ctx.inexact, strict=True)) if real}
+    given = {i: cotangents[i] for i in _differentiable(ctx)}
     if all(c is None for c in given.values()):
         return found
-    if any(c is not None and _is_legacy_batched(c) for c in given.values()):
-        raise UsageError(
-            f"{fn.handle.name}: is_grads_batched=True, torch.autograd.functional with vectorize=True and "
-            "gradcheck(check_batched_grad=True) cannot pass through a remote call. Use torch.func.jacrev "
-            "(which does one batched pullback), or leave them out"
-        )
-    anchored = fn.site.anchored
+    _refuse_legacy_batches(fn, given.values())
+    anchored, needed = fn.site.anchored, ctx.needs_input_grad[1:]
     accumulate = anchored and fn.site.accumulate and _reaches_anchor(ctx)
-    wrt = tuple(i for i, x in enumerate(operands) if ctx.needs_input_grad[i + 1] and inexact(x))
-    if anchored and not accumulate:
-        wrt = tuple(i for i in wrt if i != 0)
+    wrt = tuple(
+        i for i, x in enumerate(operands) if needed[i] and inexact(x) and (i or not anchored or accumulate)
+    )
     if wrt:
         dense = [_zeros(ctx, i, operands) if c is None else c for i, c in given.items()]
-        op = ("T", wrt, len(dense))
-        for i, c in zip(
-            wrt, apply(fn.then(op, accumulate=accumulate), (*operands, *dense), kept), strict=True
-        ):
-            found[i] = None if anchored and i == 0 else c
+        pullback = fn.then(("T", wrt, len(dense)), accumulate=accumulate)
+        for i, c in zip(wrt, apply(pullback, (*operands, *dense), kept), strict=True):
+            found[i] = c
+    if anchored:
+        found[0] = None  # what is accumulated is in the worker
     return found
+
+
+def _refuse_legacy_batches(fn: Derived, cotangents: Iterable[Any]) -> None:
+    for c in cotangents:
+        if c is not None and _is_legacy_batched(c):
+            raise UsageError(
+                f"{fn.handle.name}: is_grads_batched=True, torch.autograd.functional with vectorize=True and "
+                "gradcheck(check_batched_grad=True) cannot pass through a remote call. Use torch.func.jacrev "
+                "(which makes one batched pullback), or leave them out"
+            )
 
 
 def _reaches_anchor(ctx: Any) -> bool:
@@ -186,18 +198,17 @@ def _reaches_anchor(ctx: Any) -> bool:
 
 
 def _zeros(ctx: Any, index: int, operands: Sequence[Any]) -> Any:
-    like = ctx.shapes[index]
+    like = ctx.likes[index]
     return ctx.fn.zeros(index, operands) if like is None else torch.zeros(like[0], dtype=like[1])
 
 
 def _tangent(ctx: Any, kept: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
     """A tangent, or None, for each result of the function that ``ctx`` remembers."""
-    wrt = tuple(
-        i for i, (x, d) in enumerate(zip(primals, tangents, strict=True)) if d is not None and inexact(x)
-    )
-    if not wrt:
-        return (None,) * len(ctx.inexact)
-    moved = [tangents[i] for i in wrt]
-    found = iter(apply(ctx.fn.then(("J", wrt)), (*primals, *moved), kept))
-    every = [next(found) if real else None for real in ctx.inexact]
-    return tuple(None if like is None else d for d, like in zip(every, ctx.shapes, strict=True))
+    found: list[Any] = [None] * len(ctx.likes)
+    moving = [i for i, d in enumerate(tangents) if d is not None and inexact(primals[i])]
+    if moving:
+        tangent = ctx.fn.then(("J", tuple(moving)))
+        every = apply(tangent, (*primals, *(tangents[i] for i in moving)), kept)
+        for i, d in zip(_differentiable(ctx), every, strict=True):
+            found[i] = None if ctx.likes[i] is None else d
+    return tuple(found)

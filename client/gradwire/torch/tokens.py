@@ -20,12 +20,12 @@ class _Tokens(np.ndarray):
     the tensors they save. `Handle.release` may be called in any thread and in a finalizer.
     """
 
-    _handle: Handle | None = None
-    _token = 0
+    handle: Handle | None = None
+    token = 0
 
     def __del__(self) -> None:
-        if self._handle is not None:
-            self._handle.release(self._token)
+        if self.handle is not None:
+            self.handle.release(self.token)
 
 
 def token_tensor(handle: Handle, token: int, rows: int | None = None) -> Any:
@@ -33,11 +33,14 @@ def token_tensor(handle: Handle, token: int, rows: int | None = None) -> Any:
 
     Token 0 is none: whatever is derived with it is computed afresh from the primals.
     """
-    memory = _Tokens((2,) if rows is None else (rows, 2), np.int64)
-    memory[..., 0] = token
-    memory[..., 1] = 0 if rows is None else range(rows)
+    if rows is None:
+        memory = _Tokens((2,), np.int64)
+        memory[0], memory[1] = token, 0
+    else:
+        memory = _Tokens((rows, 2), np.int64)
+        memory[:, 0], memory[:, 1] = token, range(rows)
     if token:
-        memory._token, memory._handle = token, handle
+        memory.token, memory.handle = token, handle
     return torch.from_numpy(memory)
 
 
