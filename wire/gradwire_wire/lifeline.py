@@ -95,6 +95,9 @@ _VOCABULARY = Vocabulary(
 KINDS = _VOCABULARY.kinds
 
 
+MAX_PACKET = 1 << 20
+
+
 class LifelineEnded(Exception):
     """The other end was closed, or its process is gone."""
 
@@ -135,7 +138,7 @@ class Lifeline:
     def receive_nowait(self) -> Any:
         """The next message, or None where none has come. Raises LifelineEnded, ProtocolError."""
         try:
-            packet = self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
+            packet = self._receive()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -147,6 +150,14 @@ class Lifeline:
         except ValueError as error:
             raise ProtocolError(f"not JSON: {error}") from error
         return _VOCABULARY.from_array(raw)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(MAX_PACKET, socket.MSG_DONTWAIT)
+        except (
+            ConnectionResetError
+        ):  # it ended with something unread; what it had said comes after this error
+            return self._socket.recv(MAX_PACKET, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Idempotent."""
