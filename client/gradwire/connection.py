@@ -163,7 +163,7 @@ class Connection:
     def _wait(self, socket: Any, call_id: int, deadline: float | None) -> tuple[Any, Sequence[bytes]]:
         while True:
             try:
-                frames = socket.recv_multipart()
+                frames = sockets.receive(socket)
             except sockets.Again:
                 self._look_around(socket, deadline)
                 continue

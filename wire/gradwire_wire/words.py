@@ -39,13 +39,17 @@ def linear_count(word: Word) -> int:
     return 0
 
 
-def result_avals(word: Word, avals: Sequence[Aval], base: Callable[[tuple[Aval, ...]], Sequence[Aval]]) -> list[Aval]:
+def result_avals(
+    word: Word, avals: Sequence[Aval], base: Callable[[tuple[Aval, ...]], Sequence[Aval]]
+) -> list[Aval]:
     """Shapes and dtypes of the derived function's results; ``base`` answers for F itself."""
     if not word:
         return list(base(tuple(avals)))
     op = word[-1]
     if op[0] == "J":
-        return [a for a in result_avals(word[:-1], avals[: len(avals) - len(op[1])], base) if a.dtype.is_inexact]
+        return [
+            a for a in result_avals(word[:-1], avals[: len(avals) - len(op[1])], base) if a.dtype.is_inexact
+        ]
     if op[0] == "T":
         return [avals[i] for i in op[1]]
     sizes = {a.shape[0] for a, mapped in zip(avals, op[1]) if mapped}
@@ -62,6 +66,8 @@ def _is_indices(x: object) -> bool:
 
 def checked_word(raw: object, operands: int) -> Word:
     """What a received word means, read back from ``operands`` down to F's own; else ProtocolError."""
+    if raw == []:
+        return ()
     word = _tuples(raw)
     if not isinstance(word, tuple) or len(word) > MAX_WORD:
         raise ProtocolError("a word must be a short array of operations")

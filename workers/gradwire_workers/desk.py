@@ -40,7 +40,6 @@ from gradwire_workers.targets import find_target, is_factory
 
 __all__ = ["Desk"]
 
-BURST = 16
 RESIDUAL_BYTES = 512 << 20
 
 
@@ -98,7 +97,9 @@ class Desk:
             for fd in [fd for fd in self._tethers if fd in ready]:
                 self._read_tether(fd)
             if self._router in ready:
-                self._serve_burst()
+                frames = sockets.receive_nowait(self._router)
+                if frames is not None:
+                    self._serve_one(frames[0], frames[1:])
 
     # -- clients come and go ---------------------------------------------------------------------
 
@@ -165,13 +166,6 @@ class Desk:
             session.exchange.end()
 
     # -- messages --------------------------------------------------------------------------------
-
-    def _serve_burst(self) -> None:
-        for _ in range(BURST):
-            frames = sockets.receive_nowait(self._router)
-            if frames is None:
-                return
-            self._serve_one(frames[0], frames[1:])
 
     def _serve_one(self, identity: bytes, frames: list[bytes]) -> None:
         session = self._sessions.get(identity[:16])
