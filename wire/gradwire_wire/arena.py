@@ -42,7 +42,12 @@ class Arena:
     take_pages(slot, used): give a slot that was given back its pages again; may raise the same.
     """
 
-    def __init__(self, make_segment: Callable[[int, int, int], Any], take_pages: Callable[[Slot, int], None], idle_cap: int = IDLE_CAP) -> None:
+    def __init__(
+        self,
+        make_segment: Callable[[int, int, int], Any],
+        take_pages: Callable[[Slot, int], None],
+        idle_cap: int = IDLE_CAP,
+    ) -> None:
         self._make_segment, self._take_pages, self._idle_cap = make_segment, take_pages, idle_cap
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)
         self._returned: deque[Slot] = deque()
@@ -91,7 +96,11 @@ class Arena:
     def _find_free(self, size: int) -> Slot | None:
         free = self._free.get(size)
         if not free:
-            wider = [s for s, slots in self._free.items() if slots and size < s <= 2 * size] if size > FIRST_CHUNK else []
+            wider = (
+                [s for s, slots in self._free.items() if slots and size < s <= 2 * size]
+                if size > FIRST_CHUNK
+                else []
+            )
             free = self._free[min(wider)] if wider else None
         if not free:
             return None

@@ -64,7 +64,11 @@ BY_NAME: dict[str, DType] = {
     "float8_e8m0fnu": DType(14, 8),
 }
 _NAMES = {dtype: name for name, dtype in BY_NAME.items()}
-_CARRIERS = {d: "uint16" if d.bits == 16 else "uint8" for d in BY_NAME.values() if d.code == BFLOAT or 7 <= d.code <= 14}
+_CARRIERS = {
+    d: "uint16" if d.bits == 16 else "uint8"
+    for d in BY_NAME.values()
+    if d.code == BFLOAT or 7 <= d.code <= 14
+}
 
 
 def dtype_named(name: str) -> DType | None:

@@ -167,7 +167,11 @@ def _also_builtin(type_name: str) -> type[RemoteError]:
     base = getattr(builtins, type_name, None)
     if not (isinstance(base, type) and issubclass(base, Exception)) or type_name.endswith("Group"):
         return RemoteError
-    return type(f"Remote{type_name}", (RemoteError, base), {"__init__": Exception.__init__, "__str__": RemoteError.__str__})
+    return type(
+        f"Remote{type_name}",
+        (RemoteError, base),
+        {"__init__": Exception.__init__, "__str__": RemoteError.__str__},
+    )
 
 
 def remote_error(type_name: str, message: str, traceback: str, worker: str) -> RemoteError:

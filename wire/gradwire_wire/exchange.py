@@ -23,7 +23,14 @@ from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.headers import IS_COPIED, Header, checked_header, packed
 from gradwire_wire.leases import Loans
-from gradwire_wire.segments import ForeignSegment, Ledger, OwnSegment, SharingUnavailableError, holder_of, take_memory
+from gradwire_wire.segments import (
+    ForeignSegment,
+    Ledger,
+    OwnSegment,
+    SharingUnavailableError,
+    holder_of,
+    take_memory,
+)
 from gradwire_wire.tether import Tether
 
 __all__ = ["Exchange", "Memory", "SlotHolder"]
@@ -239,7 +246,11 @@ class Exchange:
             if received is None:
                 return
             message, descriptors = received
-            if type(message) is not messages.Segment or len(descriptors) != 1 or message.number in self._theirs:
+            if (
+                type(message) is not messages.Segment
+                or len(descriptors) != 1
+                or message.number in self._theirs
+            ):
                 close_all(descriptors)
                 raise ProtocolError(f"unexpected on the tether: {message!r:.80}")
             self._theirs[message.number] = ForeignSegment(descriptors[0], message.nbytes)

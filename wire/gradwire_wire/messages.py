@@ -154,7 +154,19 @@ class Segment(NamedTuple):
     nbytes: int
 
 
-KINDS: dict[int, type] = {1: Load, 2: Call, 3: Spec, 4: State, 5: Release, 16: Done, 17: Failed, 32: Hello, 33: Welcome, 34: Refused, 35: Segment}
+KINDS: dict[int, type] = {
+    1: Load,
+    2: Call,
+    3: Spec,
+    4: State,
+    5: Release,
+    16: Done,
+    17: Failed,
+    32: Hello,
+    33: Welcome,
+    34: Refused,
+    35: Segment,
+}
 _CODES = {cls: code for code, cls in KINDS.items()}
 
 
@@ -171,7 +183,9 @@ def _naturals(x: Any) -> bool:
 
 
 def _token(x: Any) -> bool:
-    return _natural(x) or (type(x) is list and all(type(r) is list and len(r) == 2 and _naturals(r) for r in x))
+    return _natural(x) or (
+        type(x) is list and all(type(r) is list and len(r) == 2 and _naturals(r) for r in x)
+    )
 
 
 def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -179,7 +193,21 @@ def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("call_id", "remote", "keep", "token_ops", "flags", "compute_ns", "protocol", "pid", "number", "nbytes"), _natural),
+    **dict.fromkeys(
+        (
+            "call_id",
+            "remote",
+            "keep",
+            "token_ops",
+            "flags",
+            "compute_ns",
+            "protocol",
+            "pid",
+            "number",
+            "nbytes",
+        ),
+        _natural,
+    ),
     **dict.fromkeys(("kind", "target", "verb", "type_name", "message", "traceback"), _is(str)),
     **dict.fromkeys(("structure", "client_id", "incarnation"), _is(bytes)),
     **dict.fromkeys(("headers", "avals", "word"), _is(list)),

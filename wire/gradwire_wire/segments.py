@@ -144,7 +144,9 @@ def take_memory(fd: int, offset: int, nbytes: int, limit: int | None = None, use
             os.posix_fallocate(fd, start, min(STEP, offset + nbytes - start))
     except OSError as error:
         _libc.fallocate(fd, FALLOC_KEEP_SIZE_PUNCH_HOLE, offset, nbytes)
-        raise MemoryExhaustedError(f"{nbytes} bytes of shared memory needed, the system refused: {error}") from error
+        raise MemoryExhaustedError(
+            f"{nbytes} bytes of shared memory needed, the system refused: {error}"
+        ) from error
 
 
 class OwnSegment:
@@ -161,12 +163,16 @@ class OwnSegment:
         except BaseException as error:
             os.close(self.fd)
             if isinstance(error, OSError):
-                raise MemoryExhaustedError(f"a segment of {nbytes} bytes cannot be mapped: {error}") from error
+                raise MemoryExhaustedError(
+                    f"a segment of {nbytes} bytes cannot be mapped: {error}"
+                ) from error
             raise
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         _madvise(self.address, nbytes, MADV_POPULATE_WRITE)
 
-    def array(self, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...] | None = None) -> np.ndarray:
+    def array(
+        self, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...] | None = None
+    ) -> np.ndarray:
         """A plain view for writing a slot; whoever has it answers for the slot. ``strides`` in bytes."""
         return np.ndarray(shape, dtype, self._map, offset, strides)
 
@@ -214,7 +220,16 @@ class ForeignSegment:
         _madvise(self.address, nbytes, MADV_POPULATE_READ)
         _foreign.add(self)
 
-    def view(self, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...] | None, loan: int, nbytes: int, ledger: Ledger) -> np.ndarray:
+    def view(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        offset: int,
+        strides: tuple[int, ...] | None,
+        loan: int,
+        nbytes: int,
+        ledger: Ledger,
+    ) -> np.ndarray:
         """A leased view: private, writable, valid while any alias of it lives. ``strides`` in bytes."""
         self.leases[loan] = (offset, nbytes)
         span = self._span.from_buffer(self._map)

@@ -65,7 +65,9 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
     except UsageError:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
-        raise UsageError(f"{prefix or 'the arguments'}: this tree cannot be sent: {error}; is it nested too deeply or in itself?") from error
+        raise UsageError(
+            f"{prefix or 'the arguments'}: this tree cannot be sent: {error}; is it nested too deeply or in itself?"
+        ) from error
     except TypeError as error:
         raise UnsupportedTensorError(f"{prefix or 'the arguments'}: {error}") from error
 
@@ -103,9 +105,11 @@ class _Flattener:
             return msgpack.ExtType(ORDEREDDICT, self.pack([[k, v] for k, v in x.items()]))
         if isinstance(x, tuple) and hasattr(kind, "_fields"):
             return msgpack.ExtType(NAMEDTUPLE, self.pack([*_name_of(kind), list(kind._fields), list(x)]))
-        if dataclasses.is_dataclass(x) and not isinstance(x, type) or isinstance(x, _StandInDataclass):
+        if (dataclasses.is_dataclass(x) and not isinstance(x, type)) or isinstance(x, _StandInDataclass):
             names = _field_names(kind)
-            return msgpack.ExtType(DATACLASS, self.pack([*_name_of(kind), names, [getattr(x, n) for n in names]]))
+            return msgpack.ExtType(
+                DATACLASS, self.pack([*_name_of(kind), names, [getattr(x, n) for n in names]])
+            )
         raise TypeError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent. Trees may hold dict, list, tuple, namedtuple, "
             "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
@@ -137,7 +141,9 @@ def _name_of(kind: type) -> tuple[str, str]:
 
 
 def _field_names(kind: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind._fields)
+    return (
+        [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind._fields)
+    )
 
 
 def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
@@ -219,7 +225,11 @@ def _loaded_class(module: str, qualname: str) -> Any:
 
 def _checked_fields(module: object, qualname: object, names: object, values: object) -> None:
     strings = [module, qualname, *(names if isinstance(names, list) else [None])]
-    if not all(isinstance(s, str) for s in strings) or not isinstance(values, list) or len(names) != len(values):  # type: ignore[arg-type]
+    if (
+        not all(isinstance(s, str) for s in strings)
+        or not isinstance(values, list)
+        or len(names) != len(values)
+    ):  # type: ignore[arg-type]
         raise ProtocolError("a namedtuple or dataclass must be [module, qualname, names, values]")
     if not all(n.isidentifier() and not n.startswith("__") for n in names):  # type: ignore[attr-defined]
         raise ProtocolError(f"bad field names {names!r}")
@@ -256,12 +266,20 @@ class _StandInDataclass:
 @lru_cache(maxsize=1024)
 def _stand_in_tuple(module: str, qualname: str, names: tuple[str, ...]) -> type:
     fields: dict[str, Any] = {name: property(itemgetter(i)) for i, name in enumerate(names)}
-    return type(qualname.rpartition(".")[2], (tuple,), {**fields, "_fields": names, "__module__": module, "__qualname__": qualname})
+    return type(
+        qualname.rpartition(".")[2],
+        (tuple,),
+        {**fields, "_fields": names, "__module__": module, "__qualname__": qualname},
+    )
 
 
 @lru_cache(maxsize=1024)
 def _stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...]) -> type:
-    return type(qualname.rpartition(".")[2], (_StandInDataclass,), {"_fields": names, "__module__": module, "__qualname__": qualname})
+    return type(
+        qualname.rpartition(".")[2],
+        (_StandInDataclass,),
+        {"_fields": names, "__module__": module, "__qualname__": qualname},
+    )
 
 
 def leaves_like(structure: bytes, tree: Any, what: str) -> list[Any]:
@@ -282,7 +300,9 @@ def _match(shape: Any, tree: Any, path: str, found: dict[int, Any]) -> None:
         return
     mine, theirs = _children(shape), _children(tree)
     if set(mine) != set(theirs):
-        raise UsageError(f"{path} must have the structure of what it belongs to: {list(mine)}, not {tree!r:.80}")
+        raise UsageError(
+            f"{path} must have the structure of what it belongs to: {list(mine)}, not {tree!r:.80}"
+        )
     for key, child in mine.items():
         _match(child, theirs[key], f"{path}[{key!r}]", found)
 
@@ -293,7 +313,7 @@ def _children(x: Any) -> dict[Any, Any]:
         return x
     if isinstance(x, (list, tuple)):
         return dict(enumerate(x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type) or isinstance(x, _StandInDataclass):
+    if (dataclasses.is_dataclass(x) and not isinstance(x, type)) or isinstance(x, _StandInDataclass):
         return {name: getattr(x, name) for name in _field_names(type(x))}
     return {}
 

@@ -44,7 +44,9 @@ class Tether:
         try:
             socket.send_fds(self._socket, [messages.pack(message)], list(descriptors))
         except socket.timeout as error:
-            raise DeadlineError(f"the peer has not read its tether for {timeout_s} s; is it stopped?") from error
+            raise DeadlineError(
+                f"the peer has not read its tether for {timeout_s} s; is it stopped?"
+            ) from error
         except OSError as error:
             raise TetherClosedError(str(error)) from error
 
@@ -55,7 +57,9 @@ class Tether:
         """
         self._socket.settimeout(timeout_s)
         try:
-            packet, descriptors, flags, _ = socket.recv_fds(self._socket, MAX_PACKET, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            packet, descriptors, flags, _ = socket.recv_fds(
+                self._socket, MAX_PACKET, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, socket.timeout):
             return None
         except OSError as error:
