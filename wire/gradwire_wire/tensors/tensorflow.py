@@ -16,7 +16,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, BY_NAME, DType
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
 
-__all__ = ["NAME", "adopt", "aval", "export", "is_tensor"]
+__all__ = ["NAME", "adopt", "aval", "export", "is_tensor", "tf_dtype"]
 
 NAME = "tensorflow"
 
@@ -72,11 +72,11 @@ def adopt(carrier: Carrier) -> Any:
     if dtype == BOOL:
         array = _clean_bool(array)
     if dtype.bits == 8 and dtype.carrier != dtype.name:
-        return tf.constant(array.view(_tf_dtype(dtype).as_numpy_dtype))  # tf.bitcast has no float8
+        return tf.constant(array.view(tf_dtype(dtype).as_numpy_dtype))  # tf.bitcast has no float8
     tensor = _alias(array)
     if tensor is None:
         tensor = tf.constant(array)
-    return tensor if dtype.carrier == dtype.name else tf.bitcast(tensor, _tf_dtype(dtype))
+    return tensor if dtype.carrier == dtype.name else tf.bitcast(tensor, tf_dtype(dtype))
 
 
 def _alias(array: np.ndarray) -> Any:
@@ -110,7 +110,8 @@ def _dtype_of(x: Any) -> DType:
     raise UnsupportedTensorError(f"cannot send {kind}")
 
 
-def _tf_dtype(dtype: DType) -> Any:
+def tf_dtype(dtype: DType) -> Any:
+    """TensorFlow's own; DtypeError where this version has none."""
     try:
         return tf.as_dtype(dtype.name)
     except TypeError:

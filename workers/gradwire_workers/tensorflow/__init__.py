@@ -1,0 +1,72 @@
+"""The TensorFlow worker, Keras included. See `gradwire_workers.program.Engine`.
+
+A target is traced by `tf.function` once for each signature: what its Python does otherwise (counters,
+`np.random`, printing) then happens once, not at each call. A target that cannot be traced, because it looks
+at values, runs eagerly at every call: ``options(compile=False)`` asks for that from the beginning,
+``compile=True`` forbids it.
+
+``words`` has the derivatives, ``graphs`` the tracing and what is cut out of traces, ``residuals`` what a
+kept forward keeps, ``modules`` and ``optimizers`` a module's state, ``programs`` the loaded target.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradwire_wire.errors import UsageError
+from gradwire_wire.tensors.tensorflow import NAME, adopt, aval, export, is_tensor
+from gradwire_workers.tensorflow.programs import TensorFlowProgram
+
+__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program"]
+
+
+def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
+    """Must come before TensorFlow's first operation. x64 changes nothing: 64-bit types are always there.
+
+    device: "cpu", "gpu", "gpu:1" (or "cuda:1"). Raises UsageError for one that is not there.
+    """
+    if threads is not None:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+    if device is not None:
+        _use_device(device)
+    for gpu in tf.config.get_visible_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)  # other workers live on this device too
+
+
+def _use_device(device: str) -> None:
+    kind, _, number = device.lower().partition(":")
+    gpus = tf.config.list_physical_devices("GPU")
+    if kind == "cpu":
+        tf.config.set_visible_devices([], "GPU")
+    elif kind in ("gpu", "cuda") and (number or "0").isdigit() and int(number or 0) < len(gpus):
+        tf.config.set_visible_devices([gpus[int(number or 0)]], "GPU")
+    else:
+        raise UsageError(f"this worker has no device {device!r}. It has {', '.join(_devices())}")
+
+
+def _devices() -> list[str]:
+    return [d.name.partition(":")[2].lower() for d in tf.config.list_physical_devices()]
+
+
+def facts() -> dict[str, Any]:
+    """``threads``: 0 means that TensorFlow chooses."""
+    return {
+        "framework": NAME,
+        "version": tf.__version__,
+        "devices": _devices(),
+        "threads": tf.config.threading.get_intra_op_parallelism_threads(),
+        "numpy": np.__version__,
+    }
+
+
+def program(obj: Any, *, is_module: bool) -> TensorFlowProgram:
+    if not callable(obj):
+        what = "the factory returned" if is_module else "the target is"
+        raise UsageError(
+            f"{what} a {type(obj).__qualname__}, which cannot be called. Name a function or a module"
+        )
+    return TensorFlowProgram(obj, is_module)

@@ -1,0 +1,151 @@
+"""What a target is: how it is told its mode, and which variables it has under which names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Callable, Iterable
+
+import tensorflow as tf
+
+from gradwire_wire.errors import UsageError
+
+__all__ = ["Module", "value_of"]
+
+_KERAS = ("keras.", "tf_keras.", "tensorflow.python.keras.")
+_MODE_NAMES = ("training", "is_training")
+
+
+class Module:
+    """A target: a Keras layer or model, a tf.Module, or any other callable.
+
+    mode_name: the keyword that tells it whether it is training; None if it has no modes.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.is_keras = _is_keras_layer(target)
+        self.has_state = (
+            self.is_keras or isinstance(target, tf.Module) or hasattr(target, "trainable_variables")
+        )
+        self.mode_name = self._find_mode_name() if self.has_state else None
+
+    def _find_mode_name(self) -> str | None:
+        if self.is_keras and hasattr(self.target, "_call_has_training_arg"):
+            return "training"  # Keras 3 takes it for every layer, and tells it to those inside
+        if self.is_keras:
+            found = _keywords_of(self.target.call)
+        else:
+            found = _keywords_of(self.target)
+        return next((name for name in _MODE_NAMES if name in found), None)
+
+    def keywords(self, given: dict[str, Any], mode: bool | None) -> dict[str, Any]:
+        """The keywords of a call in this mode."""
+        if self.mode_name is None or mode is None:
+            return given
+        if given.get(self.mode_name, mode) != mode:
+            raise UsageError(
+                f"{self.mode_name}={given[self.mode_name]} in the call, and the module is in "
+                f"{'training' if mode else 'evaluation'} mode: use remote.train() and remote.eval()"
+            )
+        return {**given, self.mode_name: mode}
+
+    # ---- Variables ---------------------------------------------------------------------------------------------------
+
+    def trainable(self) -> dict[str, Any]:
+        """Trainable variables by name."""
+        named, trainable = self._named()
+        return {name: v for name, v in named.items() if id(v) in trainable}
+
+    def rest(self) -> dict[str, Any]:
+        """All other variables by name: running statistics, frozen weights."""
+        named, trainable = self._named()
+        return {name: v for name, v in named.items() if id(v) not in trainable}
+
+    def named(self) -> dict[str, Any]:
+        """All variables by name, without the states of Keras's random generators and metrics.
+
+        Keras's path, a tf.Module's attribute path, or the variable's name; numbered where that is not unique.
+        """
+        return self._named()[0]
+
+    def _named(self) -> tuple[dict[str, Any], set[int]]:
+        self.check_state()
+        if isinstance(self.target, tf.Module) and not self.is_keras:
+            return _named_in(self.target)
+        found = self._listed("weights" if self.is_keras else "variables")
+        trainable = {id(v) for v in self._listed("trainable_variables")}
+        return _unique((getattr(v, "path", None) or v.name.partition(":")[0], v) for v in found), trainable
+
+    def random_states(self) -> list[Any]:
+        """The variables of Keras's random generators in it."""
+        if not self.is_keras:
+            return []
+        weights = {id(v) for v in self._listed("weights")}
+        others = [v for v in self._listed("variables") if id(v) not in weights]
+        return [v for v in others if "seed_generator" in getattr(v, "path", "")]
+
+    def _listed(self, attribute: str) -> list[Any]:
+        return list(getattr(self.target, attribute, ()))
+
+    def check_state(self) -> None:
+        """Raises UsageError where there is no state to speak of."""
+        if not self.has_state:
+            raise UsageError(
+                f"a {type(self.target).__qualname__} has no variables, modes or optimizers that can be seen: only a Keras "
+                "layer or model, a tf.Module or an object with trainable_variables has. Return one from the factory"
+            )
+
+    def check_mode(self, mode: bool) -> None:
+        """Raises UsageError where the target could not be told."""
+        self.check_state()
+        if mode and self.mode_name is None:
+            raise UsageError(
+                f"{type(self.target).__qualname__} has no training mode: its call takes none of {', '.join(_MODE_NAMES)}"
+            )
+
+
+def _is_keras_layer(target: Any) -> bool:
+    """Of any Keras, none of which is imported for this."""
+    return any(c.__name__ == "Layer" and c.__module__.startswith(_KERAS) for c in type(target).__mro__)
+
+
+def _keywords_of(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def _named_in(module: tf.Module) -> tuple[dict[str, Any], set[int]]:
+    """Variables by attribute path (those of a Keras layer by its path and their own), and which are trainable."""
+    found: dict[int, tuple[str, Any]] = {}
+    trainable: set[int] = set()
+
+    def wanted(x: Any) -> bool:
+        return isinstance(x, tf.Variable) or _is_keras_layer(x)
+
+    for path, x in module._flatten(recursive=True, predicate=wanted, with_path=True):
+        name = ".".join(str(part) for part in path)
+        if isinstance(x, tf.Variable):
+            found.setdefault(id(x), (name, x))
+            trainable.update({id(x)} if x.trainable else ())
+        else:
+            for v in x.weights:
+                found.setdefault(id(v), (f"{name}/{getattr(v, 'path', v.name)}", v))
+            trainable.update(id(v) for v in x.trainable_variables)
+    return _unique(found.values()), trainable
+
+
+def value_of(variable: Any) -> Any:
+    """The tf.Variable that a Keras variable has inside, or itself."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def _unique(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, variable in named:
+        number, free = 1, name
+        while free in found:
+            free, number = f"{name}_{number}", number + 1
+        found[free] = variable
+    return found

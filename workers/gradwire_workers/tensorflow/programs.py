@@ -1,0 +1,140 @@
+"""A loaded TensorFlow target. See `gradwire_workers.program.Program`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Callable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import UsageError
+from gradwire_workers.program import Residual, Result, WorkerSite
+from gradwire_workers.tensorflow.functions import SiteFunction
+from gradwire_workers.tensorflow.modules import Module, value_of
+from gradwire_workers.tensorflow.optimizers import TensorFlowOptimizer
+
+__all__ = ["TensorFlowProgram"]
+
+MAX_SITES = 128
+
+
+class TensorFlowProgram:
+    """One loaded target. Its gradients are accumulated here: TensorFlow's variables have no place for them."""
+
+    def __init__(self, target: Callable[..., Any], is_module: bool) -> None:
+        self._module = Module(target)
+        self.is_module = is_module or self._module.has_state
+        self.training = None if self._module.mode_name is None else False
+        self.generation = 0
+        self._gradients: dict[str, Any] = {}
+        self._functions: OrderedDict[Any, SiteFunction] = OrderedDict()
+
+    # ---- Calls -------------------------------------------------------------------------------------------------------
+
+    def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
+        return self._at(site).run(word, operands)
+
+    def keep(
+        self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
+    ) -> tuple[Result, Residual]:
+        return self._at(site).keep(word, operands)
+
+    def keep_rows(
+        self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
+    ) -> tuple[Result, Residual]:
+        return self._at(site).keep(word, operands, rows=True)
+
+    def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
+        return self._at(site).spec(avals)
+
+    def _at(self, site: WorkerSite) -> SiteFunction:
+        mode = self.training if site.training is None else site.training
+        found = self._functions.get((site, mode))
+        if found is None:
+            found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode)
+            if len(self._functions) > MAX_SITES:
+                self._functions.popitem(last=False)
+        else:
+            self._functions.move_to_end((site, mode))
+        return found
+
+    # ---- State -------------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool) -> None:
+        self._module.check_mode(mode)
+        if self.training is not None:
+            self.training = mode
+
+    def trainable_variables(self) -> dict[str, Any]:
+        """By name; none where the target has no state."""
+        return self._module.trainable() if self._module.has_state else {}
+
+    def trainable_names(self) -> list[str]:
+        return list(self.trainable_variables())
+
+    def trainable_values(self) -> list[Any]:
+        return [value_of(v) for v in self.trainable_variables().values()]
+
+    def accumulate(self, names: Sequence[str], gradients: Sequence[Any]) -> None:
+        """Add to the module's own gradients; None adds nothing."""
+        for name, gradient in zip(names, gradients):
+            if gradient is not None:
+                before = self._gradients.get(name)
+                self._gradients[name] = gradient if before is None else before + gradient
+
+    def zero_grad(self) -> None:
+        self._gradients.clear()
+
+    def parameters(self) -> dict[str, Any]:
+        return _values(self._module.trainable())
+
+    def buffers(self) -> dict[str, Any]:
+        return _values(self._module.rest())
+
+    def state_dict(self) -> dict[str, Any]:
+        return _values(self._module.named())
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> None:
+        variables = self._module.named()
+        problems = _problems(variables, state, strict)
+        if problems:
+            raise UsageError("load_state_dict: " + "; ".join(problems))
+        for name, variable in variables.items():
+            if name in state:
+                variable.assign(state[name])
+        self.generation += 1
+
+    def grads(self) -> dict[str, Any]:
+        return {name: self._gradients.get(name) for name in self._module.trainable()}
+
+    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> TensorFlowOptimizer:
+        self._module.check_state()
+        return TensorFlowOptimizer(self, target, kwargs)
+
+
+def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of this moment: variables copy on write."""
+    return {name: tf.convert_to_tensor(value_of(v)) for name, v in variables.items()}
+
+
+def _problems(variables: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
+    missing = [name for name in variables if name not in state]
+    unexpected = [name for name in state if name not in variables]
+    found = []
+    if strict and missing:
+        found.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        hint = "" if variables else " (the module has no variables yet: call it once)"
+        found.append(f"unexpected: {', '.join(unexpected)}{hint}")
+    for name in variables:
+        value = state.get(name)
+        if value is None:
+            continue
+        want, have = value_of(variables[name]), tf.convert_to_tensor(value)
+        if tuple(have.shape) != tuple(want.shape):
+            found.append(f"{name} has shape {tuple(want.shape)}, not {tuple(have.shape)}")
+        elif have.dtype != want.dtype:
+            found.append(f"{name} has dtype {want.dtype.name}, not {have.dtype.name}: convert it first")
+    return found
