@@ -1,0 +1,119 @@
+"""A loaded numpy callable. See `gradwire_workers.program.Program`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Sequence
+
+import numpy as np
+
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import UsageError
+from gradwire_workers.numpy.calls import Call, Pullback, filled
+from gradwire_workers.program import Result, WorkerSite
+
+__all__ = ["NumpyProgram"]
+
+
+class NumpyProgram:
+    """One loaded target. It has no state that gradwire knows of, so its generation never changes."""
+
+    training: bool | None = None
+    generation = 0
+
+    def __init__(self, target: Callable[..., Any], is_module: bool) -> None:
+        self._target, self.is_module = target, is_module
+
+    def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
+        call = Call(self._target, site)
+        with _random(site.seed):
+            results = call.evaluate(word, operands)
+        return Result(results, b"" if word else call.structure)
+
+    def keep(
+        self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
+    ) -> tuple[Result, NumpyResidual]:
+        call = Call(self._target, site)
+        primals = (
+            [x.copy() for x in operands] if call.offers("jvp") else operands
+        )  # it may write to its arguments
+        with _random(site.seed):
+            if call.offers("vjp"):
+                results, pullback, rows = call.vjp(word, operands)
+            else:
+                call.refuse_without("jvp", word)
+                results, pullback, rows = call.evaluate(word, operands), None, []
+        residual = NumpyResidual(call, word, primals, pullback, rows)
+        residual.nbytes = sum(x.nbytes for x in (*operands, *results))
+        return Result(results, b"" if word else call.structure), residual
+
+    keep_rows = keep
+
+    def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
+        call = Call(self._target, site)
+        return call.spec(avals), call.structure
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            "a numpy target has no parameters, modes or optimizers that gradwire knows of. Pass what is learned as an argument"
+        )
+
+    train = parameters = buffers = state_dict = load_state_dict = grads = optimizer = _refuse
+
+
+class NumpyResidual:
+    """A kept call: the target's own pullback, and the operands for its ``jvp``, which runs it again.
+
+    nbytes: operands and results; what the pullback itself holds is not known.
+    """
+
+    nbytes = 0
+
+    def __init__(
+        self,
+        call: Call,
+        word: tuple[Any, ...],
+        operands: Sequence[Any],
+        pullback: Pullback | None,
+        rows: list[Pullback],
+    ) -> None:
+        self._call, self._word, self._operands = call, word, list(operands)
+        self._pullback, self._rows = pullback, rows
+
+    def derive(
+        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], None]:
+        if keep:
+            self._call.refuse_without("vjp", (*self._word, op))
+        if op[0] == "J" or self._pullback is None:
+            return self._call.evaluate((*self._word, op), [*self._operands, *linear]), None
+        bars = self._pullback(linear)
+        return [bars[i] for i in op[1]], None
+
+    def derive_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
+    ) -> list[Any] | None:
+        numbers = rows[:, 1] if rows.ndim == 2 else rows
+        if op[0] == "J" or not self._rows or max(numbers, default=0) >= len(self._rows) or not len(numbers):
+            return None
+        mapped = axes[len(axes) - len(linear) :]
+        found = []
+        for at, row in enumerate(numbers):
+            bars = self._rows[row]([c[at, ...] if m else c for c, m in zip(linear, mapped)])
+            like = [x[row, ...] if m else x for x, m in zip(self._operands, self._word[-1][1])]
+            found.append(filled([bars[i] for i in op[1]], [like[i] for i in op[1]]))
+        return [np.stack(bars) for bars in zip(*found)]
+
+
+@contextmanager
+def _random(seed: int | None) -> Iterator[None]:
+    """numpy's global random numbers as after ``np.random.seed(seed)``; they go on afterwards as before."""
+    if seed is None:
+        yield
+        return
+    before = np.random.get_state()
+    np.random.seed(seed if seed < 1 << 32 else [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
