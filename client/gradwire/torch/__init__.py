@@ -5,15 +5,14 @@ See `gradwire.torch.nodes` for how a call becomes a node of the autograd graph.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from gradwire.derived import Derived, anchored
 from gradwire.site import Site
-from gradwire.torch.derived import Derived
 from gradwire.torch.nodes import apply
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill
@@ -43,7 +42,7 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
         )
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
     if site.accumulate and torch.is_grad_enabled():
-        site, tensors = _anchored(site), [_anchor(), *tensors]
+        site, tensors = anchored(site), [_anchor(), *tensors]
     fn = Derived(handle, site)
     results = list(apply(fn, tensors))
     tree = fill(fn.structure, results)
@@ -59,12 +58,7 @@ def _constant(x: np.ndarray) -> torch.Tensor:
     return adopt(carrier)
 
 
-@lru_cache(maxsize=4096)
-def _anchored(site: Site) -> Site:
-    return replace(site, anchored=True)
-
-
-@lru_cache(maxsize=1)
+@cache
 def _anchor() -> torch.Tensor:
     """What stands for the parameters that the worker owns: a scalar whose gradient is always zero.
 

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from gradwire.derived import Derived
 from gradwire.torch import operator
-from gradwire.torch.derived import Derived, inexact
+from gradwire.torch.evaluation import evaluate, zeros_like_result
 from gradwire_wire.errors import UsageError
 
 __all__ = ["apply"]
@@ -44,7 +45,6 @@ def apply(fn: Derived, operands: Sequence[Any], token: Any = None) -> Sequence[A
     Results of a pullback may be None. ``token``: of the evaluation that ``fn`` derives, or None.
     """
     if _functorch_level() is not None:
-        fn.dense = True
         fn.keep = int(fn.site.residuals == "keep" and _is_differentiated(operands))
         return _Transformed.apply(fn, *operands, token)[:-1]
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
@@ -57,7 +57,11 @@ def apply(fn: Derived, operands: Sequence[Any], token: Any = None) -> Sequence[A
 
 
 def _evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
-    return operator.evaluate(fn, token, operands) if _modes_active() else fn.evaluate(token, operands)
+    return (operator.evaluate if _modes_active() else evaluate)(fn, token, operands)
+
+
+def _inexact(x: Any) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _is_dual(x: Any) -> bool:
@@ -80,7 +84,7 @@ class _Node(torch.autograd.Function):
         *operands, token = operands_and_token
         results, kept = _evaluate(fn, token, operands)
         _remember(ctx, fn, operands, results, kept)
-        if exact := [y for y in results if y is not None and not inexact(y)]:
+        if exact := [y for y in results if y is not None and not _inexact(y)]:
             ctx.mark_non_differentiable(*exact)
         return tuple(results)
 
@@ -102,6 +106,9 @@ class _Transformed(torch.autograd.Function):
     def forward(fn: Derived, *operands_and_token: Any) -> Any:
         *operands, token = operands_and_token
         results, kept = _evaluate(fn, token, operands)
+        if any(y is None for y in results):  # functorch knows no None among results
+            dense = [zeros_like_result(fn, i, operands) if y is None else y for i, y in enumerate(results)]
+            return (*dense, kept)
         return (*results, kept)
 
     @staticmethod
@@ -109,7 +116,7 @@ class _Transformed(torch.autograd.Function):
         fn, *operands, _ = inputs
         *results, kept = output
         _remember(ctx, fn, operands, results, kept)
-        ctx.mark_non_differentiable(*(y for y in output if y is not None and not inexact(y)))
+        ctx.mark_non_differentiable(*(y for y in output if y is not None and not _inexact(y)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -166,7 +173,7 @@ def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
     anchored, needed = fn.site.anchored, ctx.needs_input_grad[1:]
     accumulate = anchored and fn.site.accumulate and _reaches_anchor(ctx)
     wrt = tuple(
-        i for i, x in enumerate(operands) if needed[i] and inexact(x) and (i or not anchored or accumulate)
+        i for i, x in enumerate(operands) if needed[i] and _inexact(x) and (i or not anchored or accumulate)
     )
     if wrt:
         dense = [_zeros(ctx, i, operands) if c is None else c for i, c in given.items()]
@@ -199,13 +206,13 @@ def _reaches_anchor(ctx: Any) -> bool:
 
 def _zeros(ctx: Any, index: int, operands: Sequence[Any]) -> Any:
     like = ctx.likes[index]
-    return ctx.fn.zeros(index, operands) if like is None else torch.zeros(like[0], dtype=like[1])
+    return zeros_like_result(ctx.fn, index, operands) if like is None else torch.zeros(like[0], dtype=like[1])
 
 
 def _tangent(ctx: Any, kept: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
     """A tangent, or None, for each result of the function that ``ctx`` remembers."""
     found: list[Any] = [None] * len(ctx.likes)
-    moving = [i for i, d in enumerate(tangents) if d is not None and inexact(primals[i])]
+    moving = [i for i, d in enumerate(tangents) if d is not None and _inexact(primals[i])]
     if moving:
         tangent = ctx.fn.then(("J", tuple(moving)))
         every = apply(tangent, (*primals, *(tangents[i] for i in moving)), kept)

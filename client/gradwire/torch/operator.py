@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire.derived import Derived
 from gradwire.site import Site
-from gradwire.torch.derived import Derived
+from gradwire.torch import evaluation
 from gradwire.torch.tokens import token_tensor
 from gradwire_wire.tensors.torch import aval, torch_dtype
 
@@ -34,7 +35,7 @@ def _number(handle: Handle, site: Site) -> str:
 
 
 def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
-    """`Derived.evaluate` as a call of the operator: the same, but unused operands get zeros."""
+    """`evaluation.evaluate` as a call of the operator: the same, but unused operands get zeros."""
     call = _number(fn.handle, fn.site)
     *results, kept = _operator()[1](
         call, repr(fn.word), fn.token_ops, fn.accumulate, fn.keep, token, list(operands)
@@ -55,15 +56,16 @@ def _operator() -> tuple[Any, Any]:
 
 def _derived(call: str, word: str, token_ops: int, accumulate: bool, keep: int) -> Derived:
     handle, site = _calls[int(call)]
-    return Derived(handle, site, ast.literal_eval(word), token_ops, accumulate, keep, dense=True)
+    return Derived(handle, site, ast.literal_eval(word), token_ops, accumulate, keep)
 
 
 def _run(
     call: str, word: str, token_ops: int, accumulate: bool, keep: int, token: Any, operands: list[Any]
 ) -> list[Any]:
     fn = _derived(call, word, token_ops, accumulate, keep)
-    results, kept = fn.evaluate(token, operands)
-    return [*results, token_tensor(fn.handle, 0) if kept is None else kept]
+    results, kept = evaluation.evaluate(fn, token, operands)
+    dense = [evaluation.zeros_like_result(fn, i, operands) if y is None else y for i, y in enumerate(results)]
+    return [*dense, token_tensor(fn.handle, 0) if kept is None else kept]
 
 
 def _fake(

@@ -1,0 +1,93 @@
+"""A derived function of a remote call: what a node of an eager framework's graph computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradwire.site import Outcome, Site
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.errors import ResidualLostError
+from gradwire_wire.words import Word, result_avals
+
+if TYPE_CHECKING:
+    from gradwire.handle import Handle
+
+__all__ = ["Derived", "anchored"]
+
+
+@lru_cache(maxsize=4096)
+def anchored(site: Site) -> Site:
+    """The same call with the anchor in front of its operands."""
+    return replace(site, anchored=True)
+
+
+@lru_cache(maxsize=4096)
+def _quiet(site: Site) -> Site:
+    """The same call with a pullback that leaves the module's own gradients alone."""
+    return replace(site, accumulate=False)
+
+
+@dataclass(slots=True, eq=False)
+class Derived:
+    """The function ``word`` of one call.
+
+    token_ops: operations of the word that the forward under the token had; only looked at with a token.
+    accumulate: this pullback adds to the gradients that the worker's module owns.
+    keep: 0 nothing, 1 this evaluation, 2 the rows of this batch: a token comes with the results.
+    structure: of F's result tree, once F was evaluated.
+    """
+
+    handle: Handle
+    site: Site
+    word: Word = ()
+    token_ops: int = 0
+    accumulate: bool = False
+    keep: int = 0
+    structure: bytes = b""
+
+    def then(self, op: tuple[Any, ...], *, accumulate: bool = False) -> Derived:
+        """The derivative ``op`` of this function, at a token of this function's evaluation."""
+        return Derived(self.handle, self.site, (*self.word, op), len(self.word), accumulate)
+
+    def batched(self, axes: tuple[bool, ...], keep: int) -> Derived:
+        """This function over a leading axis of the operands that ``axes`` marks."""
+        return Derived(
+            self.handle, self.site, (*self.word, ("V", axes)), self.token_ops, self.accumulate, keep
+        )
+
+    def invoke(self, carriers: Sequence[Carrier], token: int | np.ndarray = 0) -> Outcome:
+        """Ask the worker; see `Handle.invoke`. Blocks.
+
+        Never has a forward repeated that moves the module's state: ResidualLostError then.
+        """
+        afresh = type(token) is int and token == 0
+        if afresh and self.site.stateful and self.word:
+            self._refuse_repetition()
+        outcome = self.handle.invoke(
+            self.site if self.accumulate or not self.word else _quiet(self.site),
+            self.word,
+            carriers,
+            keep=self.keep,
+            token=token,
+            token_ops=0 if afresh else self.token_ops,
+        )
+        if not self.word or self.word[-1][0] == "V":
+            self.structure = outcome.structure
+        return outcome
+
+    def result_avals(self, avals: Sequence[Aval]) -> list[Aval]:
+        """Shapes and dtypes of the results, from those of the operands. Asks the worker once a signature."""
+        return result_avals(self.word, avals, lambda base: self.handle.spec(self.site, base).avals)
+
+    def _refuse_repetition(self) -> None:
+        if any(op[0] != "V" for op in self.word):
+            raise ResidualLostError(
+                f"{self.handle.name}: this derivative needs the forward again, and repeating it would move the "
+                "module's state (BatchNorm, dropout) a second time. It is a derivative inside nested torch.func.vmap, "
+                'or of a call with options(residuals="recompute"). Use remote.eval(), or one level of vmap'
+            )

@@ -1,0 +1,53 @@
+"""One evaluation of a derived function at torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradwire.derived import Derived
+from gradwire.torch.tokens import named_by, token_tensor
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.tensors.torch import adopt, aval, export, torch_dtype
+
+__all__ = ["evaluate", "zeros_like_result"]
+
+
+def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Ask the worker. Returns the results (None: an operand is unused) and the token tensor or None.
+
+    Blocks. ``token``: a token tensor or None. The results are over the memory that came back, private to
+    this process and writable. Raises what `Handle.invoke` raises.
+    """
+    name = named_by(token)
+    afresh = type(name) is int and name == 0
+    outcome = fn.invoke([export(x) for x in operands] if afresh else _Exported(operands), name)
+    results: list[Any] = [None if c is None else adopt(c) for c in outcome.carriers]
+    if not fn.keep:
+        return results, None
+    rows = results[0].shape[0] if fn.keep == 2 and results else None
+    return results, token_tensor(fn.handle, outcome.token, rows)
+
+
+def zeros_like_result(fn: Derived, index: int, operands: Sequence[Any]) -> Any:
+    """Zeros like a result that is None, which only pullbacks have."""
+    shape, dtype = fn.result_avals([aval(x) for x in operands])[index]
+    return torch.zeros(shape, dtype=torch_dtype(dtype))
+
+
+class _Exported(Sequence[Carrier]):
+    """Operands as carriers, each made when it is looked at: at a kept token the primals are not."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._tensors[index]
+        return [export(x) for x in found] if isinstance(index, slice) else export(found)
