@@ -17,7 +17,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, DType, dtype_named
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
 
-__all__ = ["NAME", "adopt", "aval", "export", "is_tensor", "numpy_view"]
+__all__ = ["NAME", "adopt", "aval", "element_type", "export", "is_tensor", "numpy_view"]
 
 NAME = "jax"
 
@@ -53,7 +53,7 @@ def numpy_view(carrier: Carrier) -> np.ndarray:
     Raises DtypeError where JAX would narrow it. A bool of any nonzero byte is True, for XLA computes with the byte.
     """
     array, dtype, _ = carrier
-    element = _jax_dtype(dtype, bool(jax.config.jax_enable_x64))
+    element = element_type(dtype)
     if dtype == BOOL:
         return np.asarray(np.not_equal(array.view(np.uint8), 0))
     return array if array.dtype == element else array.view(element)
@@ -62,6 +62,11 @@ def numpy_view(carrier: Carrier) -> np.ndarray:
 def aval(x: Any) -> Aval:
     """Shape and dtype of an array, a tracer or a `jax.ShapeDtypeStruct`."""
     return Aval(tuple(x.shape), _wire_dtype(x.dtype))
+
+
+def element_type(dtype: DType) -> np.dtype:
+    """The numpy dtype under which JAX takes the bits as they are. Raises DtypeError where it would narrow them."""
+    return _element_type(dtype, bool(jax.config.jax_enable_x64))
 
 
 @lru_cache(maxsize=None)
@@ -82,8 +87,7 @@ def _wire_dtype(element: Any) -> DType:
 
 
 @lru_cache(maxsize=None)
-def _jax_dtype(dtype: DType, x64: bool) -> np.dtype:
-    """The numpy dtype under which JAX takes the bits as they are; ``x64`` is there for the cache."""
+def _element_type(dtype: DType, x64: bool) -> np.dtype:
     element = np.dtype(getattr(ml_dtypes, dtype.name, None) or dtype.name)
     kept = jax.dtypes.canonicalize_dtype(element)
     if kept != element:

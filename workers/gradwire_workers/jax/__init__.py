@@ -1,0 +1,66 @@
+"""JAX functions in a worker: see `gradwire_workers.program` for what each function here promises.
+
+A target is traced once for each signature, and everything asked of it is compiled from that trace, as
+under `jax.jit`: what its Python does otherwise (counters, `np.random`) happens once. A target that cannot
+be traced, because it looks at values or keeps them from call to call, runs eagerly at every call:
+``options(compile=False)`` asks for that from the beginning, ``compile=True`` forbids it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradwire_wire.errors import UsageError
+from gradwire_wire.tensors.jax import NAME, adopt, aval, export, is_tensor
+from gradwire_wire.tensors.jax import (
+    numpy_view as adopt_operand,  # jitted programs take it as it is, 40 µs sooner
+)
+from gradwire_workers.jax.programs import Program
+
+__all__ = ["NAME", "adopt", "adopt_operand", "aval", "export", "facts", "is_tensor", "prepare", "program"]
+
+
+def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
+    """Must come before JAX makes its backend: the size of XLA's thread pool is read then, from NPROC."""
+    if threads is not None:
+        os.environ["NPROC"] = str(threads)
+    if threads == 1:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if x64 is not None:
+        jax.config.update("jax_enable_x64", x64)
+    if device is not None:
+        _use_device(device)
+
+
+def _use_device(device: str) -> None:
+    platform, _, number = device.partition(":")
+    try:
+        jax.config.update("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
+        jax.config.update("jax_default_device", jax.devices(platform)[int(number or 0)])
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise UsageError(f"JAX has no device {device!r} here, such as 'cpu' or 'cuda:0': {error}") from error
+
+
+def facts() -> dict[str, Any]:
+    """``threads`` is what XLA's pool has, as far as can be told from outside."""
+    return {
+        "framework": NAME,
+        "version": jax.__version__,
+        "devices": [str(d) for d in jax.devices()],
+        "threads": int(os.environ.get("NPROC") or len(os.sched_getaffinity(0))),
+        "x64": bool(jax.config.jax_enable_x64),
+        "numpy": np.__version__,
+    }
+
+
+def program(obj: Any, *, is_module: bool) -> Program:
+    if not callable(obj):
+        raise UsageError(
+            f"a {type(obj).__name__} cannot be called; the factory must return a function or an object with __call__"
+        )
+    return Program(obj, is_module)

@@ -1,0 +1,158 @@
+"""Words of a traced function as compiled programs, for one signature each.
+
+A kept forward returns the leaves of JAX's pullback closure, without those that somebody has already:
+operands, results and closed-over constants (the weights, mostly). The pullback puts them together again.
+
+Nothing is returned before it is ready. Operands alias memory whose next tenant may come as soon as the
+reply is sent: a residual still being computed then mixes old and new contents.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from gradwire_workers.jax.functions import Signature, Traced
+from gradwire_workers.jax.words import adjoint, derived, is_inexact, pullback_of
+
+__all__ = ["KeepPlan", "RunPlan"]
+
+OPERAND, RESULT, CONSTANT, OWN, LITERAL = range(5)
+
+
+class RunPlan:
+    """The derived function ``word``, compiled; a call waits for its results."""
+
+    def __init__(self, function: Traced, word: tuple[Any, ...]) -> None:
+        self._function, self._word = function, word
+        self._compiled = jax.jit(self._evaluate)
+
+    def _evaluate(self, consts: list[Any], operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        return derived(partial(self._function.call, consts), self._word)(*operands)
+
+    def __call__(self, operands: Sequence[Any]) -> Sequence[Any]:
+        results = _ready(self._function, self._compiled(self._function.consts, tuple(operands)))
+        if len(self._word) == 1 and self._word[0][0] == "T":
+            return unused_as_none(self._function, self._word[0][1], operands, results)
+        return results
+
+
+class Leaf(NamedTuple):
+    """Where a leaf of the pullback closure is found: the kind of place, and its number there (LITERAL: itself)."""
+
+    place: int
+    at: Any
+
+
+class KeepPlan:
+    """The forward of ``word`` with its pullback kept; with ``axes``, of a batch whose rows each keep theirs.
+
+    The forward is traced at its first call, which fixes ``_treedef`` and ``_places`` of the closure.
+    """
+
+    def __init__(
+        self,
+        function: Traced,
+        word: tuple[Any, ...],
+        signature: Signature,
+        axes: tuple[bool, ...] | None = None,
+    ) -> None:
+        self.axes = axes
+        self._function, self._word, self._signature = function, word, signature
+        self._forward = jax.jit(self._evaluate)
+        self._pullbacks: dict[Any, Callable[..., Any]] = {}
+        self._treedef: Any = None
+        self._places: list[Leaf] = []
+        self._nbytes: int | None = None
+
+    def __call__(self, operands: Sequence[Any]) -> tuple[Sequence[Any], list[Any], int]:
+        """Results, leaves for `pull`, and the bytes that operands and leaves (but for constants) hold."""
+        results, own = _ready(self._function, self._forward(self._function.consts, tuple(operands)))
+        places = (operands, results, self._function.consts, own)
+        leaves = [places[leaf.place][leaf.at] for leaf in self._places if leaf.place != LITERAL]
+        if self._nbytes is None:  # the same for every call of this signature
+            used = {leaf.at for leaf in self._places if leaf.place == RESULT}
+            self._nbytes = sum(x.nbytes for x in (*operands, *own, *(results[k] for k in used)))
+        return results, leaves, self._nbytes
+
+    def pull(
+        self,
+        wrt: tuple[int, ...],
+        leaves: list[Any],
+        linear: Sequence[Any],
+        axes: tuple[bool, ...] | None = None,
+    ) -> list[Any]:
+        """Cotangents of the operands ``wrt``; ``axes``: which cotangents have the batch's leading axis."""
+        compiled = self._pullbacks.get((wrt, axes))
+        if compiled is None:
+            compiled = self._pullbacks[wrt, axes] = jax.jit(self._pullback(wrt, axes))
+        bars = _ready(self._function, compiled(leaves, tuple(linear)))
+        return list(bars) if self._word else unused_as_none(self._function, wrt, self._signature, bars)
+
+    def _evaluate(self, consts: list[Any], operands: tuple[Any, ...]) -> Any:
+        function = derived(partial(self._function.call, consts), self._word)
+        forward = partial(self._keep, function, consts)
+        if self.axes is None:
+            return forward(*operands)
+        return jax.vmap(forward, in_axes=tuple(0 if mapped else None for mapped in self.axes))(*operands)
+
+    def _keep(self, function: Any, consts: list[Any], *operands: Any) -> tuple[Any, list[Any]]:
+        results, pullback = pullback_of(function, operands)
+        leaves, self._treedef = jax.tree_util.tree_flatten(pullback)
+        own: list[Any] = []
+        self._places = [_place_of(leaf, operands, results, consts, own) for leaf in leaves]
+        return results, own
+
+    def _pullback(self, wrt: tuple[int, ...], axes: Any) -> Callable[..., Any]:
+        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self._signature]
+        order = [i for i, x in enumerate(shapes) if is_inexact(x)]
+
+        def pull(leaves: list[Any], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+            rest = iter(leaves)
+            closure = [leaf.at if leaf.place == LITERAL else next(rest) for leaf in self._places]
+            pullback = jax.tree_util.tree_unflatten(self._treedef, closure)
+            bars = dict(zip(order, pullback(tuple(map(adjoint, cotangents)))))
+            return tuple(
+                adjoint(bars[i]) if i in bars else jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in wrt
+            )
+
+        if self.axes is None:
+            return pull
+        leaf_axes = [self._axis(leaf) for leaf in self._places if leaf.place != LITERAL]
+        return jax.vmap(pull, in_axes=(leaf_axes, tuple(0 if mapped else None for mapped in axes)))
+
+    def _axis(self, leaf: Leaf) -> int | None:
+        assert self.axes is not None
+        if leaf.place == OPERAND:
+            return 0 if self.axes[leaf.at] else None
+        return 0 if leaf.place in (RESULT, OWN) else None
+
+
+def _place_of(
+    leaf: Any, operands: Sequence[Any], results: Sequence[Any], consts: list[Any], own: list[Any]
+) -> Leaf:
+    for place, candidates in ((OPERAND, operands), (RESULT, results), (CONSTANT, consts)):
+        for k, candidate in enumerate(candidates):
+            if leaf is candidate:
+                return Leaf(place, k)
+    if not isinstance(leaf, jax.core.Tracer):
+        return Leaf(LITERAL, leaf)
+    own.append(leaf)
+    return Leaf(OWN, len(own) - 1)
+
+
+def unused_as_none(
+    function: Traced, wrt: tuple[int, ...], operands: Sequence[Any], bars: Sequence[Any]
+) -> list[Any]:
+    """The pullback's results of F itself, None for operands that no inexact result depends on."""
+    return [bar if function.used[i] else None for i, bar in zip(wrt, bars)]
+
+
+def _ready(function: Traced, made: Any) -> Any:
+    jax.block_until_ready(made)
+    if function.has_effects:
+        jax.effects_barrier()  # what it prints or calls back belongs to this call
+    return made

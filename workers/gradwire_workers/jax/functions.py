@@ -1,0 +1,125 @@
+"""The user's function over flat operands, in the two ways there are to run it.
+
+`Traced`: its Python ran once for this signature and left a jaxpr, which stands for the function in every
+word, in residuals and in ``spec``. So all of them agree, whatever that Python did (random masks, counters),
+and closed-over weights are arguments of the compiled programs instead of copies inside each.
+`Eager`: its Python runs at every call, on real arrays.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager, nullcontext
+from typing import Any, Iterator, Sequence, Tuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import GradwireError
+from gradwire_wire.tensors import jax as tensors
+from gradwire_wire.tensors import numpy as numpy_tensors
+from gradwire_workers.flat import Flat
+from gradwire_workers.jax.words import is_inexact
+
+__all__ = ["Eager", "Signature", "Traced", "is_untraceable", "needs_values"]
+
+Signature = Tuple[Tuple[Tuple[int, ...], Any], ...]  # shape and JAX's dtype of each operand
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether tracing failed because the function looks at values, or keeps some for later calls."""
+    if isinstance(error, TypeError) and "concrete" in str(error):
+        return True
+    return isinstance(error, _NEEDS_VALUES) or (type(error) is Exception and str(error).startswith("Leaked"))
+
+
+def is_untraceable(error: Exception) -> bool:
+    """Whether the function may work on real arrays although tracing it raised ``error``."""
+    if isinstance(error, GradwireError):
+        return False
+    return needs_values(error) or isinstance(error, (TypeError, AttributeError))
+
+
+class Traced:
+    """The function for one signature. Raises what the user's code raises while it is traced.
+
+    consts: the arrays it closes over, to be handed back as the first argument of `call`.
+    avals, structure: of its results. ``used``: which operands have a cotangent: inexact, and some inexact result
+    depends on them.
+    has_effects: whether it prints or calls back into Python.
+    """
+
+    def __init__(self, flat: Flat, signature: Signature, seed: int | None, check_leaks: bool) -> None:
+        operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in signature]
+        with jax.checking_leaks() if check_leaks else nullcontext():
+            closed = jax.make_jaxpr(Eager(flat, seed))(*operands)
+        self._jaxpr = closed.jaxpr
+        self.consts = [
+            c if isinstance(c, jax.Array) else jax.device_put(np.asarray(c)) for c in closed.consts
+        ]
+        self.structure = flat.structure
+        self.avals: list[Aval] = [tensors.aval(a) for a in closed.out_avals]
+        self.used = _used(closed)
+        self.has_effects = bool(closed.jaxpr.effects)
+
+    def call(self, consts: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+        """The results, under any transform."""
+        return tuple(jaxpr_as_fun(ClosedJaxpr(self._jaxpr, list(consts)))(*operands))
+
+
+class Eager:
+    """The function itself: a tuple of JAX arrays, whatever kind of arrays it takes and returns."""
+
+    def __init__(self, flat: Flat, seed: int | None) -> None:
+        self._flat, self._seed = flat, seed
+
+    @property
+    def structure(self) -> bytes:
+        """The result tree of the latest run."""
+        return self._flat.structure
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        arrays = [jax.device_put(x) if isinstance(x, np.ndarray) else x for x in operands]
+        with _seeded(self._seed):
+            return tuple(map(_as_array, self._flat(*arrays)))
+
+
+def _as_array(x: Any) -> Any:
+    """A numpy array in a result as a JAX array; DtypeError where it would be narrowed."""
+    return jnp.asarray(tensors.numpy_view(numpy_tensors.export(x))) if isinstance(x, np.ndarray) else x
+
+
+def _used(closed: Any) -> list[bool]:
+    moving = [is_inexact(a) for a in closed.in_avals]
+    eliminate = getattr(partial_eval, "dce_jaxpr", None)
+    if eliminate is None:
+        return moving
+    kept = eliminate(closed.jaxpr, [is_inexact(a) for a in closed.out_avals])[1]
+    return [a and b for a, b in zip(moving, kept)]
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Python's and numpy's global generators seeded for the time of a call."""
+    if seed is None:
+        yield
+        return
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

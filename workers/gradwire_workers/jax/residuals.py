@@ -1,0 +1,139 @@
+"""Kept forwards: see `gradwire_workers.program.Residual`.
+
+`Compiled` has the leaves of a compiled pullback, `Interpreted` JAX's own closure of an eager run,
+`Recomputed` nothing but the operands. What one of them cannot do, the program computes afresh from the
+operands: exact for a traced function, whose jaxpr has no choice, and for an eager one that is a function.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import jax
+import numpy as np
+
+from gradwire_workers.jax.compiled import KeepPlan
+from gradwire_workers.jax.words import adjoint, is_inexact
+from gradwire_workers.program import Program, Residual, WorkerSite
+
+__all__ = ["Compiled", "Interpreted", "Recomputed"]
+
+
+class Recomputed:
+    """The operands of ``word`` alone; every derivative runs the forward again. The way out of the others."""
+
+    def __init__(
+        self,
+        program: Program,
+        site: WorkerSite,
+        word: tuple[Any, ...],
+        operands: Sequence[Any],
+        nbytes: int = 0,
+    ) -> None:
+        self._program, self._site, self._word = program, site, word
+        self._operands = tuple(operands)
+        self.nbytes = nbytes or sum(x.nbytes for x in operands)
+
+    def derive(
+        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], Residual | None]:
+        """Nothing is accumulated: a JAX function owns no parameters."""
+        word, operands = (*self._word, op), [*self._operands, *linear]
+        if keep:
+            result, residual = self._program.keep(self._site, word, operands)
+            return list(result.tensors), residual
+        return list(self._program.run(self._site, word, operands).tensors), None
+
+    def derive_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
+    ) -> list[Any] | None:
+        if not self._whole_batch(axes, linear, rows):
+            return None
+        word, operands = (op, ("V", tuple(axes))), [*self._operands, *linear]
+        return list(self._program.run(self._site, word, operands).tensors)
+
+    def _whole_batch(self, axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray) -> bool:
+        """Whether the kept batch is asked for as it is: the same axes, all rows in their order."""
+        if (
+            not linear
+            or len(self._word) != 1
+            or self._word[0] != ("V", tuple(axes[: len(axes) - len(linear)]))
+        ):
+            return False
+        size = next(x.shape[0] for x, mapped in zip(self._operands, self._word[0][1]) if mapped)
+        return np.array_equal(rows, np.arange(size))
+
+
+class Compiled(Recomputed):
+    """Leaves for the compiled pullback of ``plan``."""
+
+    def __init__(
+        self,
+        plan: KeepPlan,
+        leaves: list[Any],
+        nbytes: int,
+        program: Program,
+        site: WorkerSite,
+        word: tuple[Any, ...],
+        operands: Sequence[Any],
+    ) -> None:
+        super().__init__(program, site, word, operands, nbytes)
+        self._plan, self._leaves = plan, leaves
+
+    def derive(
+        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], Residual | None]:
+        if op[0] == "T" and not keep and self._plan.axes is None:
+            try:
+                return self._plan.pull(op[1], self._leaves, linear), None
+            except Exception as error:
+                del error  # the closure moves every operand; the one asked for may have a pullback by itself
+        return super().derive(op, linear, keep=keep, accumulate=accumulate)
+
+    def derive_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
+    ) -> list[Any] | None:
+        if op[0] == "T" and self._whole_batch(axes, linear, rows):
+            return self._plan.pull(op[1], self._leaves, linear, tuple(axes[len(axes) - len(linear) :]))
+        return super().derive_rows(op, axes, linear, rows)
+
+
+class Interpreted(Recomputed):
+    """JAX's closure of one eager run: it agrees with that run whatever the user's Python does next time."""
+
+    def __init__(
+        self,
+        results: Sequence[Any],
+        pullback: Any,
+        program: Program,
+        site: WorkerSite,
+        word: tuple[Any, ...],
+        operands: Sequence[Any],
+    ) -> None:
+        held = {id(x): x.nbytes for x in (*operands, *jax.tree_util.tree_leaves(pullback))}
+        super().__init__(program, site, word, operands, sum(held.values()))
+        self._pullback = pullback
+        self._positions = {i: k for k, i in enumerate(i for i, x in enumerate(operands) if is_inexact(x))}
+        self._cotangents = tuple(jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results if is_inexact(r))
+
+    def derive(
+        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], Residual | None]:
+        if keep:
+            return super().derive(op, linear, keep=keep, accumulate=accumulate)
+        made = self._pulled(op[1], linear) if op[0] == "T" else self._pushed(op[1], linear)
+        return jax.block_until_ready(made), None
+
+    def _pulled(self, wrt: tuple[int, ...], cotangents: Sequence[Any]) -> list[Any]:
+        bars = self._pullback(tuple(adjoint(jax.numpy.asarray(c)) for c in cotangents))
+        return [adjoint(bars[self._positions[i]]) if i in self._positions else None for i in wrt]
+
+    def _pushed(self, wrt: tuple[int, ...], tangents: Sequence[Any]) -> list[Any]:
+        """The tangent is the transpose of the pullback, in JAX's convention for both."""
+        moving = {self._positions[i]: t for i, t in zip(wrt, tangents) if i in self._positions}
+
+        def pull(cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+            bars = self._pullback(cotangents)
+            return tuple(bars[k] for k in moving)
+
+        return list(jax.linear_transpose(pull, self._cotangents)(tuple(moving.values()))[0])

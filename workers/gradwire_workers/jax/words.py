@@ -1,0 +1,103 @@
+"""Derived functions by JAX's own transforms. Flat functions: arrays in, a tuple of arrays out.
+
+On the wire a cotangent is the adjoint in Re<a, b>; JAX's pullback is linear in its cotangent without
+conjugation. The two differ by a conjugate on either side of a pullback, and nowhere else: what is built
+on top of that pullback is then right by itself, at any order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, Sequence, Tuple
+
+import jax
+import jax.numpy as jnp
+
+from gradwire_wire.errors import ProtocolError
+
+__all__ = ["Function", "adjoint", "derived", "is_inexact", "pullback_of"]
+
+Function = Callable[..., Tuple[Any, ...]]
+
+
+def derived(function: Function, word: Sequence[tuple[Any, ...]]) -> Function:
+    """The function that the word names (see `gradwire_wire.words`)."""
+    for op in word:
+        if op[0] == "J":
+            function = partial(_tangent, function, op[1])
+        elif op[0] == "T":
+            function = partial(_pullback, function, op[1], op[2])
+        else:
+            function = jax.vmap(function, in_axes=tuple(0 if mapped else None for mapped in op[1]))
+    return function
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether an array's dtype has derivatives. A key's dtype does not."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def adjoint(x: Any) -> Any:
+    """A cotangent in the other convention, either way."""
+    return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+
+
+def pullback_of(function: Function, operands: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    """Results at ``operands``, and JAX's pullback from the inexact results to the inexact operands."""
+    moving = [i for i, x in enumerate(operands) if is_inexact(x)]
+    if not moving:
+        return function(*operands), jax.tree_util.Partial(_nothing)
+    kinds: list[bool] = []
+
+    def split(*values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        results = function(*_replaced(operands, moving, values))
+        kinds[:] = map(is_inexact, results)
+        return (
+            tuple(r for r, inexact in zip(results, kinds) if inexact),
+            tuple(r for r, inexact in zip(results, kinds) if not inexact),
+        )
+
+    inexact, pullback, exact = jax.vjp(split, *(operands[i] for i in moving), has_aux=True)
+    streams = {True: iter(inexact), False: iter(exact)}
+    return tuple(next(streams[kind]) for kind in kinds), pullback
+
+
+def _nothing(_: tuple[Any, ...]) -> tuple[Any, ...]:
+    return ()
+
+
+def _replaced(operands: Sequence[Any], positions: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    full = list(operands)
+    for i, value in zip(positions, values):
+        full[i] = value
+    return full
+
+
+def _along(function: Function, operands: Sequence[Any], positions: Sequence[int]) -> Function:
+    """The inexact results as a function of the operands at ``positions`` alone."""
+
+    def moved(*values: Any) -> tuple[Any, ...]:
+        return tuple(r for r in function(*_replaced(operands, positions, values)) if is_inexact(r))
+
+    return moved
+
+
+def _tangent(function: Function, wrt: tuple[int, ...], *operands: Any) -> tuple[Any, ...]:
+    primals, tangents = operands[: len(operands) - len(wrt)], operands[len(operands) - len(wrt) :]
+    moving = {i: t for i, t in zip(wrt, tangents) if is_inexact(primals[i])}
+    along = _along(function, primals, list(moving))
+    if not moving:
+        return tuple(jnp.zeros_like(r) for r in along())
+    return jax.jvp(along, tuple(primals[i] for i in moving), tuple(moving.values()))[1]
+
+
+def _pullback(function: Function, wrt: tuple[int, ...], count: int, *operands: Any) -> tuple[Any, ...]:
+    primals, cotangents = operands[: len(operands) - count], operands[len(operands) - count :]
+    moving = [i for i in wrt if is_inexact(primals[i])]
+    bars: dict[int, Any] = {}
+    if moving:
+        results, pullback = jax.vjp(_along(function, primals, moving), *(primals[i] for i in moving))
+        if len(results) != count:
+            raise ProtocolError(f"{count} cotangents for {len(results)} inexact results")
+        bars = dict(zip(moving, map(adjoint, pullback(tuple(map(adjoint, cotangents))))))
+    return tuple(bars[i] if i in bars else jnp.zeros_like(primals[i]) for i in wrt)
