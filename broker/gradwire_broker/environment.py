@@ -28,7 +28,8 @@ THREADS = (
 )
 """Each says how many threads some library may use."""
 
-_XLA_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+_XLA_THREADS = ("NPROC", "PJRT_NPROC")
+"""The size of XLA's pool. Its flag against multi-threaded matrix products would change their last bits."""
 
 
 def worker_environment(
@@ -37,7 +38,7 @@ def worker_environment(
     """All variables for a worker that runs ``python`` with so many threads. In ``env`` None removes a variable."""
     made = {**cleaned(base, python), **_ALWAYS, **dict.fromkeys(THREADS, str(threads))}
     if framework == "jax":
-        made.update(_xla(made, threads))
+        made.update(dict.fromkeys(_XLA_THREADS, str(threads)))
     made.update((name, value) for name, value in env.items() if value is not None)
     return {name: value for name, value in made.items() if env.get(name, value) is not None}
 
@@ -64,11 +65,3 @@ def _path(base: Mapping[str, str], python: str) -> str:
     ):
         folders = [os.path.join(prefix, "bin"), *folders]
     return os.pathsep.join(folders)
-
-
-def _xla(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """XLA knows no count of threads but one: its pool has as many as NPROC says, or it uses none."""
-    if threads == 1:
-        flags = environment.get("XLA_FLAGS", "")
-        return {"XLA_FLAGS": f"{flags} {_XLA_ONE_THREAD}".strip()}
-    return {"NPROC": str(threads), "PJRT_NPROC": str(threads)}

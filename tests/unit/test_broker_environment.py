@@ -70,13 +70,10 @@ def test_r04_every_library_is_told_how_many_threads() -> None:
 
 def test_r04_xla_is_told_in_its_own_way() -> None:
     one = environment({"XLA_FLAGS": "--xla_dump_to=/x"}, framework="jax", threads=1)
-    assert (
-        one["XLA_FLAGS"]
-        == "--xla_dump_to=/x --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    )
-    assert environment({}, framework="jax", threads=2)["PJRT_NPROC"] == "2"
-    assert "XLA_FLAGS" not in environment({}, framework="torch", threads=1)
-    assert environment({}, {"XLA_FLAGS": "mine"}, framework="jax", threads=1)["XLA_FLAGS"] == "mine"
+    assert one["NPROC"] == one["PJRT_NPROC"] == "1"
+    assert one["XLA_FLAGS"] == "--xla_dump_to=/x"  # its own flag would change the bits of a matrix product
+    assert "NPROC" not in environment({}, framework="torch", threads=1)
+    assert environment({}, {"NPROC": "3"}, framework="jax", threads=1)["NPROC"] == "3"
 
 
 def test_the_path_is_that_of_the_workers_environment(tmp_path: Path) -> None:

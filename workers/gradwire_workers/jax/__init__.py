@@ -27,10 +27,7 @@ __all__ = ["NAME", "adopt", "adopt_operand", "aval", "export", "facts", "is_tens
 def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
     """Must come before JAX makes its backend: the size of XLA's thread pool is read then, from NPROC."""
     if threads is not None:
-        os.environ["NPROC"] = str(threads)
-    if threads == 1:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+        os.environ.setdefault("NPROC", str(threads))
     if x64 is not None:
         jax.config.update("jax_enable_x64", x64)
     if device is not None:
