@@ -180,12 +180,12 @@ ONE = {  # of (x, w)
     "third order": lambda f: jax.grad(
         lambda x, w: (jax.grad(lambda x, w: (jax.grad(loss_of(f))(x, w) ** 2).sum())(x, w) ** 2).sum()
     ),
-    "hvp, forward over reverse": lambda f: lambda x, w: jax.jvp(
-        jax.grad(lambda x: loss_of(f)(x, w)), (x,), (x,)
-    )[1],
-    "hvp, reverse over forward": lambda f: lambda x, w: jax.grad(
-        lambda x: jax.jvp(lambda x: loss_of(f)(x, w), (x,), (jnp.ones_like(x),))[1]
-    )(x),
+    "hvp, forward over reverse": lambda f: (
+        lambda x, w: jax.jvp(jax.grad(lambda x: loss_of(f)(x, w)), (x,), (x,))[1]
+    ),
+    "hvp, reverse over forward": lambda f: (
+        lambda x, w: jax.grad(lambda x: jax.jvp(lambda x: loss_of(f)(x, w), (x,), (jnp.ones_like(x),))[1])(x)
+    ),
     "scan": lambda f: lambda x, w: lax.scan(lambda c, _: (f(c, w)[0], f(c, w)[1]), x, None, length=6),
     "grad of scan": lambda f: jax.grad(scanned(f), (0, 1)),
     "hessian of scan": lambda f: jax.hessian(scanned(f, 3)),
@@ -261,7 +261,12 @@ def test_a_pullback_outlives_the_program_that_made_it(remote: Any) -> None:
 COUNTS: list[tuple[str, Function, Any, dict[str, int]]] = [
     ("a call keeps nothing", lambda f: f, (X1, W), {"plain": 1}),
     ("grad is one forward and one pullback", lambda f: jax.grad(loss_of(f)), (X1, W), {"keep": 1, "pull": 1}),
-    ("a pullback nobody calls keeps nothing", lambda f: lambda x, w: jax.vjp(f, x, w)[0], (X1, W), {"plain": 1}),
+    (
+        "a pullback nobody calls keeps nothing",
+        lambda f: lambda x, w: jax.vjp(f, x, w)[0],
+        (X1, W),
+        {"plain": 1},
+    ),
     (
         "equal forwards are one, pulled twice",
         lambda f: lambda x, w: (jax.grad(loss_of(f))(x, w), jax.grad(loss_of(f), 1)(x, w)),
@@ -276,7 +281,12 @@ COUNTS: list[tuple[str, Function, Any, dict[str, int]]] = [
     ),
     ("grad of vmap is too", lambda f: jax.grad(vmapped_sum(f)), (X5, W), {"keep": 1, "pull": 1}),
     ("a batch of none is no message", lambda f: jax.vmap(f, (0, None)), (X5[:0], W), {}),
-    ("jvp is a forward and a tangent of it", lambda f: lambda x, w: jax.jvp(f, (x, w), (x, w)), (X1, W), {"keep": 1, "push": 1}),
+    (
+        "jvp is a forward and a tangent of it",
+        lambda f: lambda x, w: jax.jvp(f, (x, w), (x, w)),
+        (X1, W),
+        {"keep": 1, "push": 1},
+    ),
     ("an unused call is none", lambda f: lambda x, w: (f(x, w), x)[1], (X1, W), {}),
 ]
 
@@ -311,3 +321,195 @@ def test_grad_of_a_long_scan(remote: Any) -> None:
     f = remote(torch_f)
     equal(jax.jit(jax.grad(scanned(f, 1000)))(X1, W), jax.jit(jax.grad(scanned(jax_f, 1000)))(X1, W))
     assert f.counts == {"keep": 1000, "pull": 1000}
+
+
+# ---- Complex numbers: JAX's convention at the caller, the adjoint on the wire --------------------------------------
+
+A = rng.randn(3, 3) + 1j * rng.randn(3, 3)
+Z, DZ = rng.randn(3) + 1j * rng.randn(3), rng.randn(3) + 1j * rng.randn(3)
+TORCH_A = torch.from_numpy(A)
+COMPLEX = {
+    "holomorphic": (lambda z: torch.exp(TORCH_A @ z) * z**2, lambda z: jnp.exp(A @ z) * z**2),
+    "not holomorphic": (
+        lambda z: torch.conj(z) * (TORCH_A @ z) * torch.abs(z) ** 2,
+        lambda z: jnp.conj(z) * (A @ z) * jnp.abs(z) ** 2,
+    ),
+    "to real": (
+        lambda z: torch.abs(TORCH_A @ z) ** 2 + z.imag**3,
+        lambda z: jnp.abs(A @ z) ** 2 + z.imag**3,
+    ),
+}
+
+
+def complex_cells(f: Function, ct: Any, ct_dot: Any) -> dict[str, Any]:
+    pull = lambda z, c: jax.vjp(f, z)[1](c)[0]  # noqa: E731
+    squares = lambda z: (jnp.abs(f(z)) ** 2).sum()  # noqa: E731
+    return {
+        "vjp": lambda z, dz: pull(z, ct),
+        "jvp": lambda z, dz: jax.jvp(f, (z,), (dz,)),
+        "vjp of vjp": lambda z, dz: jax.vjp(pull, z, ct)[1](dz),
+        "jvp of vjp": lambda z, dz: jax.jvp(pull, (z, ct), (dz, ct_dot)),
+        "vjp of jvp": lambda z, dz: jax.vjp(lambda z, d: jax.jvp(f, (z,), (d,))[1], z, dz)[1](ct),
+        "grad of a real loss": lambda z, dz: jax.grad(squares)(z),
+        "jacrev of grad": lambda z, dz: jax.jacrev(lambda z: jax.grad(squares)(z).real)(z),
+        "vmap of vjp": lambda z, dz: jax.vmap(lambda z: pull(z, ct))(jnp.stack([z, dz])),
+        "third order": lambda z, dz: jax.vjp(lambda z: jax.vjp(lambda z: pull(z, ct), z)[1](dz)[0], z)[1](dz),
+    }
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+@pytest.mark.parametrize("kind", COMPLEX)
+def test_r32_complex(remote: Any, kind: str, mode: str) -> None:
+    torch_side, jax_side = COMPLEX[kind]
+    one = jnp.ones_like(jax_side(Z))
+    is_real = not jnp.iscomplexobj(one)
+    cotangents = (1.3 * one, 2.0 * one) if is_real else ((0.7 - 1.1j) * one, 2j * one)
+    f = remote(torch_side)
+    got = lambda z, dz: {k: cell(z, dz) for k, cell in complex_cells(lambda z: f(z), *cotangents).items()}  # noqa: E731
+    expected = {k: cell(Z, DZ) for k, cell in complex_cells(jax_side, *cotangents).items()}
+    equal((jax.jit(got) if mode == "jit" else got)(jnp.asarray(Z), jnp.asarray(DZ)), expected, 1e-9)
+
+
+def test_r32_the_convention_itself(remote: Any) -> None:
+    f = remote(lambda z: (z * z.conj()).real)
+    assert jax.grad(f)(jnp.array(3 + 4j)) == 6 - 8j
+
+
+def test_conjugation_keeps_every_bit() -> None:
+    tiny = np.array([5e-324 - 5e-324j, complex(np.inf, -0.0), complex(-0.0, np.nan)])
+    turned = gradwire.jax.callback._conjugate(tiny)
+    assert turned.real.tobytes() == tiny.real.tobytes()
+    assert (np.signbit(turned.imag) != np.signbit(tiny.imag)).all()
+    assert (np.abs(turned.imag) == np.abs(tiny.imag))[:2].all()
+    assert gradwire.jax.callback._conjugate(tiny[:0].reshape(0, 2)).shape == (0, 2)
+    assert gradwire.jax.callback._conjugate(np.array(1j)) == -1j
+
+
+# ---- What has no derivative ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+def test_r31_integer_and_bool_arguments(remote: Any, mode: str) -> None:
+    f = remote(lambda w, i, m: (w[i] * m).sum())
+    arguments = (jnp.asarray(X1), jnp.array([0, 2, 2]), jnp.array([True, False, True]))
+    oracle = lambda w, i, m: (w[i] * m).sum()  # noqa: E731
+    make = lambda f: jax.grad(f, (0, 1, 2), allow_int=True)  # noqa: E731
+    equal((jax.jit(make(f)) if mode == "jit" else make(f))(*arguments), make(oracle)(*arguments))
+    equal(jax.grad(f)(*arguments), jax.grad(oracle)(*arguments))
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+def test_r31_integer_results(remote: Any, mode: str) -> None:
+    f = remote(lambda x: tuple(torch.topk(x, 2)))
+
+    def oracle(x: Any) -> Any:
+        values, indices = lax.top_k(x, 2)
+        return values, indices.astype(jnp.int64)
+
+    def cells(f: Function) -> Function:
+        def run(x: Any) -> Any:
+            (values, indices), pull = jax.vjp(f, x)
+            pulled = pull((values, np.zeros(indices.shape, jax.dtypes.float0)))
+            cubes = lambda x: (f(x)[0] ** 3).sum()  # noqa: E731
+            return values, indices, pulled, jax.hessian(cubes)(x), jax.vmap(f)(jnp.stack([x, -x]))
+
+        return run
+
+    equal((jax.jit(cells(f)) if mode == "jit" else cells(f))(jnp.asarray(X1)), cells(oracle)(jnp.asarray(X1)))
+    primal, tangent = jax.jvp(f, (jnp.asarray(X1),), (jnp.asarray(X1),))
+    assert tangent[1].dtype == jax.dtypes.float0 and primal[1].dtype == jnp.int64
+
+
+def test_results_that_are_all_integers_keep_nothing(remote: Any) -> None:
+    f = remote(lambda x: torch.argmax(x))
+    _, tangent = jax.jvp(f, (jnp.asarray(X1),), (jnp.asarray(X1),))
+    assert tangent.dtype == jax.dtypes.float0 and f.counts == {"plain": 1}
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+@pytest.mark.parametrize(
+    "body", [lambda a, b: 2 * a, lambda a, b: 2 * a + b.detach(), lambda a, b: (2 * a).detach()]
+)
+def test_r33_unused_and_detached(remote: Any, body: Any, mode: str) -> None:
+    f = remote(body)
+    grad = jax.grad(lambda a, b: f(a, b).sum(), (0, 1))
+    for g in (jax.jit(grad) if mode == "jit" else grad)(jnp.asarray(X1), jnp.asarray(X1)):
+        assert g.shape == X1.shape and set(np.unique(g)) <= {0.0, 2.0}
+
+
+# ---- Trees, scalars, numpy -----------------------------------------------------------------------------------------
+
+
+def tree_f(x: Any, *, scale: float = 1.0, mode: str = "a", mask: Any = None) -> Any:
+    y = x * scale
+    return {"y": y if mask is None else y * mask, "aux": (x.sum(), None, mode, 3), 7: [x * x]}
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+def test_r38_trees_and_keywords(remote: Any, mode: str) -> None:
+    f = remote(tree_f)
+    mask = jnp.array([1.0, 0.0, 1.0, 0.0])
+
+    def run(f: Function) -> Function:
+        def picked(x: Any, m: Any) -> Any:
+            out = f(x, scale=2.5, mode="b", mask=m)
+            assert out["aux"][1:] == (None, "b", 3) and list(out) == ["y", "aux", 7]
+            gradient = jax.grad(lambda x, m: (f(x, scale=2.5, mask=m)["y"] ** 2).sum(), (0, 1))(x, m)
+            return out["y"], out["aux"][0], out[7], gradient
+
+        return jax.jit(picked) if mode == "jit" else picked
+
+    equal(run(f)(jnp.asarray(X1), mask), run(tree_f)(jnp.asarray(X1), mask))
+
+
+def test_r20_python_scalars_promote_nothing(remote: Any) -> None:
+    f = remote(lambda x, *rest: x * 2 if rest else x)
+    x = jnp.ones(3, jnp.bfloat16)
+    for scalar in (2.0, 3, True, None, "mean", 10**20, np.float64(2)):
+        assert f(x, scalar).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit", "grad"])
+def test_numpy_operands_are_constants(remote: Any, mode: str) -> None:
+    f = remote(torch_f)
+    weights = W.copy()
+    if mode == "grad":
+        f = remote(torch_f, residuals="recompute")
+        y, pull = jax.vjp(lambda x: f(x, weights), jnp.asarray(X1))
+        weights[:] = 0
+        equal(pull(y), jax.vjp(lambda x: jax_f(x, W), jnp.asarray(X1))[1](y))
+        return
+    run = lambda x: f(x, weights)  # noqa: E731
+    run = jax.jit(run) if mode == "jit" else run
+    equal(run(jnp.asarray(X1)), jax_f(X1, W))
+
+
+def test_weak_types_and_empty_arrays(remote: Any) -> None:
+    f = remote(lambda x: x * 2)
+    assert jax.grad(f)(jnp.asarray(1.0)) == 2
+    for shape in [(0,), (0, 3), (1, 8, 0, 2)]:
+        empty = jnp.zeros(shape, jnp.float32)
+        assert f(empty).shape == jax.jit(f)(empty).shape == shape
+        assert jax.jit(jax.grad(lambda x: f(x).sum()))(empty).shape == shape
+
+
+def test_new_shapes_are_traced_anew(remote: Any) -> None:
+    f = jax.jit(remote(lambda x: x.sum(0)))
+    for shape in [(3,), (5,), (2, 3), (0, 4)]:
+        assert f(jnp.ones(shape)).shape == shape[1:]
+
+
+def test_under_disable_jit(remote: Any) -> None:
+    f = remote(torch_f)
+    with jax.disable_jit():
+        equal(jax.grad(loss_of(f))(jnp.asarray(X1), W), jax.grad(loss_of(jax_f))(jnp.asarray(X1), W))
+
+
+@pytest.mark.parametrize("elements", [10, 100_000, 3_000_000])
+def test_r30_between_other_operations(remote: Any, elements: int) -> None:
+    f = remote(lambda x: x * 2)
+    run = jax.jit(lambda x: jnp.sin(f(jnp.cos(x))))
+    x = jnp.linspace(0, 1, elements)
+    for _ in range(3):
+        result = run(x)
+    np.testing.assert_allclose(result[:: elements // 10], np.sin(2 * np.cos(x))[:: elements // 10], 1e-12)

@@ -7,6 +7,7 @@ how that node reaches the worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from gradwire.families import family_of_call, is_leaf
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
-from gradwire.jax.primitive import bind, element_type
+from gradwire.jax.primitive import bind
 from gradwire.site import Site
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import DtypeError, GradwireError, UnsupportedTensorError, UsageError
@@ -46,8 +47,9 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
             f"{handle.name}: options(residuals='recompute') would run a call that moves state a second time for its "
             "pullback. Leave it at 'keep', or call the module in eval mode"
         )
-    arrays = [_array(x, i, site) for i, x in enumerate(operands)]
-    avals = tuple(tensors.aval(x) for x in arrays)
+    arrays, avals = (
+        zip(*[_operand(x, i, site) for i, x in enumerate(operands)], strict=True) if operands else ((), ())
+    )
     try:
         spec = handle.spec(site, avals)
     except GradwireError:
@@ -58,16 +60,24 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
         _check_result(handle, spec.structure, i, aval)
     if not spec.avals and not _is_traced(arrays):
         return _call_now(handle, site, arrays)
-    return fill(spec.structure, bind(Derived(handle, site), None, arrays))
+    return fill(spec.structure, bind(_plain(handle, site), None, arrays))
 
 
-def _array(x: Any, i: int, site: Site) -> Any:
+@lru_cache(maxsize=4096)
+def _plain(handle: Handle, site: Site) -> Derived:
+    """The function itself: one object for each place, so that what is cached by it is found by identity."""
+    return Derived(handle, site)
+
+
+def _operand(x: Any, i: int, site: Site) -> tuple[Any, Aval]:
     """Operand i as JAX takes it. Refused by name: what JAX would narrow, and what cannot be sent."""
     try:
         if isinstance(x, jax.Array):
-            element_type(tensors.aval(x).dtype)
-            return x
-        return np.array(x, element_type(numpy_tensors.aval(x).dtype))  # JAX may keep it as a constant
+            aval = tensors.aval(x)
+            tensors.element_type(aval.dtype)
+            return x, aval
+        aval = numpy_tensors.aval(x)
+        return np.array(x, tensors.element_type(aval.dtype)), aval  # a copy: JAX may keep it as a constant
     except (DtypeError, UnsupportedTensorError) as error:
         names = [*(["the anchor"] if site.anchored else []), *leaf_paths(site.structure)]
         raise type(error)(f"{names[i]}: {error}") from None
@@ -75,7 +85,7 @@ def _array(x: Any, i: int, site: Site) -> Any:
 
 def _check_result(handle: Handle, structure: bytes, i: int, aval: Aval) -> None:
     try:
-        element_type(aval.dtype)
+        tensors.element_type(aval.dtype)
     except (DtypeError, UnsupportedTensorError) as error:
         name = leaf_paths(structure, argument_names=False)[i]
         raise type(error)(f"{name} of {handle.name}: {error}") from None

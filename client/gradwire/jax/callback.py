@@ -29,7 +29,7 @@ from jax.interpreters import mlir
 
 from gradwire.jax.derived import Derived, describe, has_empty_batch, parities
 from gradwire.jax.failures import recall, remember
-from gradwire.jax.primitive import element_type, ordered_effect, primitive, results_of
+from gradwire.jax.primitive import ordered_effect, primitive, results_of
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL
 from gradwire_wire.errors import ProtocolError, UsageError
@@ -58,7 +58,7 @@ class Crossing:
         self._structure = b"" if derived.word else derived.handle.spec(derived.site, avals).structure
         self._operands = [(a.dtype, _conjugation(a, p)) for a, p in zip(avals, of_operands, strict=True)]
         self._results = results_of(derived, operands)
-        self._elements = [element_type(a.dtype) for a in self._results]
+        self._elements = [tensors.element_type(a.dtype) for a in self._results]
         odd = of_results or [0] * len(self._results)
         self._conjugations = [_conjugation(a, p) for a, p in zip(self._results, odd, strict=True)]
         self._is_empty = has_empty_batch(derived.word, avals)
@@ -187,8 +187,10 @@ mlir.register_lowering(primitive, _lower)
 
 @lru_cache(maxsize=1024)
 def _compiled(derived: Derived) -> Any:
+    waiting = replace(derived, waits=True)
+
     def gradwire(*values: Any) -> Any:
-        return primitive.bind(*values, derived=derived)
+        return primitive.bind(*values, derived=waiting)
 
     return jax.jit(gradwire)
 
@@ -206,9 +208,9 @@ def _evaluate(*values: Any, derived: Derived) -> list[Any]:
 
 def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
     try:
-        jax.block_until_ready(values)  # then the callback runs on this thread, where Ctrl-C reaches it
-        results = _compiled(replace(derived, waits=True))(*values)
-        jax.block_until_ready(results)
+        _wait(values)  # then the callback runs on this thread, where Ctrl-C reaches it
+        results = _compiled(derived)(*values)
+        _wait(results)
     except Exception as error:
         failure = recall(error)
         if failure is None or failure.error is None:
@@ -217,6 +219,12 @@ def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
     if derived.keep:
         _release_with(results[-1], derived)
     return results  # type: ignore[no-any-return]
+
+
+def _wait(arrays: Sequence[Any]) -> None:
+    for x in arrays:
+        if isinstance(x, jax.Array):
+            x.block_until_ready()
 
 
 def _release_with(kept: Any, derived: Derived) -> None:

@@ -25,14 +25,13 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from gradwire.jax.derived import Derived, describe
-from gradwire_wire.carriers import Aval, Carrier
-from gradwire_wire.dtypes import DType
+from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP, KEEP_NOTHING, KEEP_ROWS
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.words import linear_count, result_avals
 
-__all__ = ["bind", "element_type", "ordered_effect", "primitive", "results_of"]
+__all__ = ["bind", "ordered_effect", "primitive", "results_of"]
 
 primitive = Primitive("gradwire")
 primitive.multiple_results = True
@@ -65,11 +64,6 @@ def ordered_effect() -> Any:
     return effect
 
 
-def element_type(dtype: DType) -> np.dtype:
-    """JAX's element type of a wire type. DtypeError where JAX would narrow it, UnsupportedTensorError if it has none."""
-    return tensors.numpy_view(Carrier(np.zeros(0, dtype.carrier), dtype)).dtype
-
-
 def results_of(derived: Derived, operands: Sequence[Any]) -> list[Aval]:
     """Shapes and dtypes of the results, the token left out. ``operands``: anything with shape and dtype."""
     return result_avals(
@@ -82,7 +76,7 @@ def results_of(derived: Derived, operands: Sequence[Any]) -> list[Aval]:
 @primitive.def_effectful_abstract_eval
 def _abstract(*avals: Any, derived: Derived) -> tuple[list[Any], set[Any]]:
     _, operands = _split(derived, avals)
-    results = [ShapedArray(a.shape, element_type(a.dtype)) for a in results_of(derived, operands)]
+    results = [ShapedArray(a.shape, tensors.element_type(a.dtype)) for a in results_of(derived, operands)]
     if derived.keep:
         rows = results[0].shape[:1] if derived.keep == KEEP_ROWS else ()
         results.append(ShapedArray((*rows, 2), np.dtype(np.uint32)))
