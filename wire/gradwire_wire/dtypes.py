@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ProtocolError, shown
 
 __all__ = ["BOOL", "BY_NAME", "DType", "checked_dtype", "dtype_named"]
 
@@ -82,4 +82,4 @@ def checked_dtype(code: object, bits: object, lanes: object) -> DType:
         dtype = DType(code, bits, lanes)
         if dtype in _NAMES:
             return dtype
-    raise ProtocolError(f"unknown dtype (code, bits, lanes) = {(code, bits, lanes)!r}")
+    raise ProtocolError(f"unknown dtype (code, bits, lanes) = {shown((code, bits, lanes))}")

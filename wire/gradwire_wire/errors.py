@@ -18,6 +18,7 @@ remote function certainly did not run because of this call.
 from __future__ import annotations
 
 import builtins
+import reprlib
 from functools import lru_cache
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "WorkerError",
     "WorkerStartError",
     "remote_error",
+    "shown",
 ]
 
 
@@ -177,8 +179,14 @@ def _also_builtin(type_name: str) -> type[RemoteError]:
 def remote_error(type_name: str, message: str, traceback: str, worker: str) -> RemoteError:
     """Build what the caller sees of an exception in the worker; no received code runs."""
     cls = _also_builtin(type_name.rpartition(".")[2] if type_name.startswith("builtins.") else type_name)
-    error = cls.__new__(cls)
-    error.args = (message,)
+    error = cls(message)  # not cls.__new__, which MemoryError refuses its subclasses
     error.type_name, error.message = type_name, message
     error.traceback, error.worker = traceback, worker
+    if isinstance(error, SyntaxError):
+        error.msg = str(error)  # which is what Python prints of one
     return error
+
+
+def shown(value: object) -> str:
+    """A received value for an error message: short, whatever it is (its own repr may recurse too deeply)."""
+    return reprlib.repr(value[:60] if isinstance(value, (bytes, str)) else value)

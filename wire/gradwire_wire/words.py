@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Callable, Sequence, Tuple
 
 from gradwire_wire.carriers import Aval
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ProtocolError, shown
 
 __all__ = ["Word", "checked_word", "linear_count", "result_avals"]
 
@@ -52,10 +52,10 @@ def result_avals(
         ]
     if op[0] == "T":
         return [avals[i] for i in op[1]]
-    sizes = {a.shape[0] for a, mapped in zip(avals, op[1]) if mapped}
-    if len(sizes) != 1:
+    sizes = {a.shape[:1] for a, mapped in zip(avals, op[1]) if mapped}
+    if len(sizes) != 1 or sizes == {()}:
         raise ProtocolError(f"batched operands disagree on the batch size: {sorted(sizes)}")
-    size = sizes.pop()
+    (size,) = sizes.pop()
     rows = [Aval(a.shape[1:], a.dtype) if mapped else a for a, mapped in zip(avals, op[1])]
     return [Aval((size, *a.shape), a.dtype) for a in result_avals(word[:-1], rows, base)]
 
@@ -74,21 +74,22 @@ def checked_word(raw: object, operands: int) -> Word:
     n = operands
     for op in reversed(word):
         if not isinstance(op, tuple) or not op:
-            raise ProtocolError(f"bad operation {op!r} in a word")
+            raise ProtocolError(f"bad operation {shown(op)} in a word")
         if op[0] == "J" and len(op) == 2 and _is_indices(op[1]):
             n -= len(op[1])
         elif op[0] == "T" and len(op) == 3 and _is_indices(op[1]) and type(op[2]) is int and op[2] >= 0:
             n -= op[2]
         elif op[0] == "V" and len(op) == 2 and isinstance(op[1], tuple):
             if len(op[1]) != n or not all(type(m) is bool for m in op[1]):
-                raise ProtocolError(f"bad batch axes in a word: {op!r} over {n} operands")
+                raise ProtocolError(f"bad batch axes in a word: {shown(op)} over {n} operands")
             continue
         else:
-            raise ProtocolError(f"bad operation {op!r} in a word")
+            raise ProtocolError(f"bad operation {shown(op)} in a word")
         if n < 0 or any(i >= n for i in op[1]):
-            raise ProtocolError(f"operation {op!r} names operands that are not there")
+            raise ProtocolError(f"operation {shown(op)} names operands that are not there")
     return word
 
 
-def _tuples(x: object) -> object:
-    return tuple(_tuples(v) for v in x) if isinstance(x, (list, tuple)) else x
+def _tuples(x: object, levels: int = 3) -> object:
+    """Lists as tuples, no deeper than words go: what was received may be nested without end."""
+    return tuple(_tuples(v, levels - 1) for v in x) if levels and isinstance(x, (list, tuple)) else x
