@@ -14,33 +14,40 @@ code   meaning      payload (msgpack unless said otherwise)
 3      complex      16 bytes: real, imaginary as big-endian doubles
 4      integer      signed big-endian bytes; only what does not fit 64 bits
 5      scalar       [numpy dtype, bytes in little-endian order]
-6      namedtuple   [module, qualname, field names, values]
+6      namedtuple   [module, qualname, field names, values]; Python's struct sequences too
 7      dataclass    [module, qualname, field names, values]
 8      OrderedDict  array of [key, value]
 =====  ===========  ================================================================
+
+msgpack has no types for bytearray and memoryview: they arrive as bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 import sys
 from collections import OrderedDict
 from functools import lru_cache, partial
 from operator import itemgetter
+from types import MemberDescriptorType
 from typing import Any, Callable, Sequence
 
 import msgpack
 import numpy as np
 
-from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError
+from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError, shown
 
 __all__ = ["fill", "fill_leaves_only", "flatten", "leaf_count", "leaf_paths", "leaves_like", "positional"]
 
 LEAF, TUPLE, COMPLEX, INTEGER, SCALAR, NAMEDTUPLE, DATACLASS, ORDEREDDICT = range(1, 9)
 MAX_DEPTH = 100
 MAX_BYTES = 16 << 20
+MAX_CACHED = 64 << 10
+"""Longer structures are not remembered: they hold text or bytes that may differ from call to call."""
 _SCALAR_KINDS = "biufc"
+_SCALAR_NAME = re.compile(r"[<|][biufc](1|2|4|8|16)")
 
 
 class Leaf:
@@ -55,15 +62,21 @@ class Leaf:
 def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tuple[bytes, list[Any]]:
     """Split a tree into its structure and its leaves, in order of appearance.
 
-    is_leaf: tells a tensor; containers and scalars are never asked about.
-    Raises UnsupportedTensorError for a value that cannot cross, naming its type and what to do.
+    is_leaf: tells a tensor; never asked about dict, list, None and Python's scalars.
+    Raises UnsupportedTensorError for a value that cannot cross, naming its type and what to do, and
+    UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
     """
     leaves: list[Any] = []
-    packer = _Flattener(leaves, is_leaf)
     try:
-        return packer.pack(tree), leaves
+        structure = _Flattener(leaves, is_leaf).pack(tree)
+        if len(structure) > MAX_DEPTH:  # each level takes a byte or more
+            _check_length(structure)
+            leaf_count(structure)
+        return structure, leaves
     except UsageError:
         raise
+    except ProtocolError as error:
+        raise UsageError(f"{prefix or 'the arguments'}: this tree cannot be sent: {error}") from error
     except (ValueError, RecursionError, OverflowError) as error:
         raise UsageError(
             f"{prefix or 'the arguments'}: this tree cannot be sent: {error}; is it nested too deeply or in itself?"
@@ -103,8 +116,9 @@ class _Flattener:
             return msgpack.ExtType(SCALAR, _pack_scalar(x))
         if kind is OrderedDict:
             return msgpack.ExtType(ORDEREDDICT, self.pack([[k, v] for k, v in x.items()]))
-        if isinstance(x, tuple) and hasattr(kind, "_fields"):
-            return msgpack.ExtType(NAMEDTUPLE, self.pack([*_name_of(kind), list(kind._fields), list(x)]))
+        names = _tuple_fields(kind) if isinstance(x, tuple) else None  # type: ignore[arg-type]
+        if names is not None:
+            return msgpack.ExtType(NAMEDTUPLE, self.pack([*_name_of(kind), names, list(x)]))
         if (dataclasses.is_dataclass(x) and not isinstance(x, type)) or isinstance(x, _StandInDataclass):
             names = _field_names(kind)
             return msgpack.ExtType(
@@ -136,6 +150,16 @@ def _pack_scalar(x: np.generic) -> bytes:
     return packed
 
 
+@lru_cache(maxsize=1024)
+def _tuple_fields(kind: Any) -> list[str] | None:
+    """The names of a namedtuple's or struct sequence's items; None for other tuples."""
+    if hasattr(kind, "_fields"):
+        return list(kind._fields)
+    count = getattr(kind, "n_sequence_fields", -1)
+    names = [name for name, member in vars(kind).items() if isinstance(member, MemberDescriptorType)][:count]
+    return names if len(names) == count and not kind.n_unnamed_fields else None
+
+
 def _name_of(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
@@ -148,35 +172,69 @@ def _field_names(kind: Any) -> list[str]:
 
 def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
     """The tree again, with ``leaves`` in its holes. Containers are new on each call."""
-    if leaf_count(structure) != len(leaves):
-        raise ProtocolError(f"{len(leaves)} leaves for a structure with {leaf_count(structure)} holes")
+    count = leaf_count(structure)
+    if count != len(leaves):
+        raise ProtocolError(f"{len(leaves)} leaves for a structure with {count} holes")
     return _unpack(structure, _filler(leaves.__getitem__), 0)
 
 
-@lru_cache(maxsize=4096)
 def leaf_count(structure: bytes) -> int:
     """How many holes a structure has. Checks it whole: ProtocolError where it is not well formed."""
+    return (_cached_count if len(structure) <= MAX_CACHED else _count)(structure)
+
+
+def _count(structure: bytes) -> int:
     seen: list[int] = []
 
     def note(index: int) -> Leaf:
         seen.append(index)
         return Leaf(index)
 
-    _unpack(structure, _filler(note), 0)
+    _check_depth(_unpack(structure, _filler(note), 0))
     if sorted(seen) != list(range(len(seen))):
-        raise ProtocolError(f"the holes of a structure are not numbered 0..n-1: {seen[:20]!r}")
+        raise ProtocolError(f"the holes of a structure are not numbered 0..n-1: {shown(seen)}")
     return len(seen)
 
 
+_cached_count = lru_cache(maxsize=512)(_count)
+
+
+def _check_length(structure: bytes) -> None:
+    if len(structure) > MAX_BYTES:
+        raise ProtocolError(f"it has {len(structure)} bytes beside its tensors, more than {MAX_BYTES}")
+
+
+def _check_depth(tree: Any) -> None:
+    """Whoever walks a tree may recurse."""
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for x in level for child in _children(x).values()]
+        if not level:
+            return
+    raise ProtocolError(f"it has more than {MAX_DEPTH} levels")
+
+
 def _unpack(packed: bytes, hook: Callable[[int, int, bytes], Any], depth: int) -> Any:
-    if depth > MAX_DEPTH or len(packed) > MAX_BYTES:
-        raise ProtocolError("a structure is nested too deeply or too long")
+    _check_length(packed)
+    if depth > MAX_DEPTH:
+        raise ProtocolError(f"it has more than {MAX_DEPTH} levels")
+    read = msgpack.unpackb if depth < 4 else _unpack_on_heap
     try:
-        return msgpack.unpackb(packed, ext_hook=partial(hook, depth), strict_map_key=False, raw=False)
+        return read(packed, ext_hook=partial(hook, depth), strict_map_key=False, raw=False)
     except ProtocolError:
         raise
     except Exception as error:  # msgpack raises many kinds, all of them about these bytes
         raise ProtocolError(f"a structure is not well formed: {type(error).__name__}: {error}") from error
+
+
+def _unpack_on_heap(packed: bytes, **settings: Any) -> Any:
+    """What unpackb does, with 40 KiB of working memory in an object instead of on the stack of this thread."""
+    unpacker = msgpack.Unpacker(None, read_size=len(packed) or 1, max_buffer_size=MAX_BYTES, **settings)
+    unpacker.feed(packed)
+    value = unpacker.unpack()
+    if unpacker.tell() != len(packed):
+        raise ValueError("trailing bytes")
+    return value
 
 
 def _filler(leaf: Callable[[int], Any]) -> Callable[[int, int, bytes], Any]:
@@ -207,8 +265,8 @@ def _filler(leaf: Callable[[int], Any]) -> Callable[[int, int, bytes], Any]:
 
 
 def _unpack_scalar(name: str, raw: bytes) -> Any:
-    if not isinstance(name, str) or len(name) > 4 or name[1:2] not in _SCALAR_KINDS:
-        raise ProtocolError(f"bad scalar dtype {name!r}")
+    if not isinstance(name, str) or not _SCALAR_NAME.fullmatch(name):
+        raise ProtocolError(f"bad scalar dtype {shown(name)}")
     dtype = np.dtype(name)
     if len(raw) != dtype.itemsize:
         raise ProtocolError("a scalar's bytes do not fit its dtype")
@@ -219,36 +277,40 @@ def _loaded_class(module: str, qualname: str) -> Any:
     """The class of that name where its module is loaded already; nothing is imported."""
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
+        try:
+            found = object.__getattribute__(found, "__dict__").get(part)  # a lazy module imports in getattr
+        except AttributeError:
+            return None
     return found if isinstance(found, type) else None
 
 
-def _checked_fields(module: object, qualname: object, names: object, values: object) -> None:
-    strings = [module, qualname, *(names if isinstance(names, list) else [None])]
-    if (
-        not all(isinstance(s, str) for s in strings)
-        or not isinstance(values, list)
-        or len(names) != len(values)
-    ):  # type: ignore[arg-type]
+def _check_fields(module: Any, qualname: Any, names: Any, values: Any) -> None:
+    texts = [module, qualname, *names] if type(names) is list else [None]
+    if not all(type(s) is str for s in texts) or type(values) is not list or len(names) != len(values):
         raise ProtocolError("a namedtuple or dataclass must be [module, qualname, names, values]")
-    if not all(n.isidentifier() and not n.startswith("__") for n in names):  # type: ignore[attr-defined]
-        raise ProtocolError(f"bad field names {names!r}")
+    if not all(n.isidentifier() and not n.startswith("__") for n in names):
+        raise ProtocolError(f"bad field names {shown(names)}")
 
 
 def _as_namedtuple(module: str, qualname: str, names: list[str], values: list[Any]) -> Any:
-    _checked_fields(module, qualname, names, values)
+    _check_fields(module, qualname, names, values)
     cls = _loaded_class(module, qualname)
-    if cls is None or not issubclass(cls, tuple) or getattr(cls, "_fields", None) != tuple(names):
+    if cls is None or not issubclass(cls, tuple) or _tuple_fields(cls) != names:
         cls = _stand_in_tuple(module, qualname, tuple(names))
-    return tuple.__new__(cls, values)
+    return (
+        tuple.__new__(cls, values) if hasattr(cls, "_fields") else cls(values)
+    )  # a struct sequence's own code
 
 
 def _as_dataclass(module: str, qualname: str, names: list[str], values: list[Any]) -> Any:
-    _checked_fields(module, qualname, names, values)
+    _check_fields(module, qualname, names, values)
     cls = _loaded_class(module, qualname)
     if cls is None or not dataclasses.is_dataclass(cls) or _field_names(cls) != names:
         cls = _stand_in_dataclass(module, qualname, tuple(names))
-    made = object.__new__(cls)
+    try:
+        made = object.__new__(cls)
+    except TypeError:  # it is also a dict, say, whose own __new__ would have to run
+        made = object.__new__(_stand_in_dataclass(module, qualname, tuple(names)))
     for name, value in zip(names, values):
         object.__setattr__(made, name, value)
     return made
