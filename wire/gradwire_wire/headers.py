@@ -15,7 +15,7 @@ shape, strides
     in elements; strides None means C-contiguous. Strides are never negative on the wire.
 flags
     READ_ONLY 1, IS_COPIED 2 (DLPack's): the sender made this copy for the receiver alone and will
-    not write it while the loan lasts. Without it the bytes are passed by reference.
+    not write it while the loan lasts. Without it the bytes are passed by reference. No other flags.
 
 Everything received goes through `checked_header` before any memory is looked at. Pure.
 """
@@ -25,13 +25,14 @@ from __future__ import annotations
 from typing import Any, Callable, NamedTuple, Union
 
 from gradwire_wire.dtypes import DType, checked_dtype
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ProtocolError, shown
 
 __all__ = ["IS_COPIED", "READ_ONLY", "Header", "checked_header", "extent", "packed"]
 
 READ_ONLY, IS_COPIED = 1, 2
 MAX_NDIM = 64
 MAX_NBYTES = 1 << 46
+MAX_FLAGS = READ_ONLY | IS_COPIED
 CPU = (1, 0)
 
 
@@ -80,7 +81,7 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
         raise ProtocolError("a tensor header must be an array of 8")
     place, byte_offset, loan, shape, strides, dtype, device, flags = raw
     h = Header(
-        place if type(place) is not list else _frame_of(place, frames),
+        _frame_of(place, frames) if type(place) is list else place,
         _natural(byte_offset, "byte offset"),
         _natural(loan, "loan"),
         _naturals(shape, "shape"),
@@ -89,33 +90,53 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
         _device_of(device),
         _natural(flags, "flags"),
     )
+    if h.flags > MAX_FLAGS:
+        raise ProtocolError(f"unknown flags {flags}")
     if h.strides is not None and len(h.strides) != len(h.shape):
         raise ProtocolError(f"{len(h.strides)} strides for {len(h.shape)} dimensions")
+    _check_size(h)
+    if type(place) is int:
+        _check_place(h, place, segment_nbytes)
+    elif type(place) not in (bytes, list):
+        raise ProtocolError(f"a header's place cannot be {type(place).__name__}")
+    elif byte_offset or loan or h.strides is not None:
+        raise ProtocolError("bytes that travel in the message have no offset, loan or strides")
+    elif type(place) is bytes and len(place) != h.nbytes:
+        raise ProtocolError(f"{len(place)} bytes in a header that describes {h.nbytes}")
+    return h
+
+
+def _check_size(h: Header) -> None:
+    """Neither the memory nor the elements may be more than an array can have, even where most are the same."""
     nbytes = h.nbytes
+    if h.strides is not None or nbytes == 0:
+        count = 1
+        for n in h.shape:
+            count *= n or 1
+        nbytes = max(nbytes, count * h.dtype.itemsize)
     if nbytes > MAX_NBYTES:
         raise ProtocolError(f"a tensor of {nbytes} bytes is more than the protocol allows")
-    if type(place) is bytes:
-        if len(place) != nbytes or h.strides is not None:
-            raise ProtocolError(f"{len(place)} bytes in a header that describes {nbytes}")
-    elif type(place) is int:
-        if place < 0 or byte_offset + nbytes > segment_nbytes(place):
-            raise ProtocolError(f"bytes {byte_offset}..{byte_offset + nbytes} lie outside segment {place}")
-        if byte_offset % min(64, h.dtype.itemsize):
-            raise ProtocolError(f"byte offset {byte_offset} is not aligned for {h.dtype.name}")
-    elif type(place) is not list:
-        raise ProtocolError(f"a header's place cannot be {type(place).__name__}")
-    return h
+
+
+def _check_place(h: Header, place: int, segment_nbytes: Callable[[int], int]) -> None:
+    nbytes, start = h.nbytes, h.byte_offset
+    if nbytes == 0:
+        raise ProtocolError("a tensor without elements has no place in a segment")
+    if place < 0 or start + nbytes > segment_nbytes(place):
+        raise ProtocolError(f"bytes {start}..{start + nbytes} lie outside segment {place}")
+    if start % h.dtype.itemsize:
+        raise ProtocolError(f"byte offset {start} is not aligned for {h.dtype.name}")
 
 
 def _frame_of(place: list[Any], frames: int) -> tuple[int]:
     if len(place) != 1 or _natural(place[0], "frame") >= frames:
-        raise ProtocolError(f"frame {place!r} of a message with {frames} further frames")
+        raise ProtocolError(f"frame {shown(place)} of a message with {frames} further frames")
     return (place[0],)
 
 
 def _natural(x: object, what: str) -> int:
     if type(x) is not int or x < 0 or x > MAX_NBYTES:
-        raise ProtocolError(f"{what} must be a natural number below 2**46, not {x!r:.60}")
+        raise ProtocolError(f"{what} must be a natural number up to 2**46, not {shown(x)}")
     return x
 
 
@@ -126,6 +147,6 @@ def _naturals(raw: object, what: str) -> tuple[int, ...]:
 
 
 def _device_of(raw: object) -> tuple[int, int]:
-    if type(raw) is not list or len(raw) != 2 or raw != list(CPU):
-        raise ProtocolError(f"a tensor on device {raw!r:.60}: this version carries host memory only")
+    if type(raw) is not list or raw != list(CPU) or not all(type(n) is int for n in raw):
+        raise ProtocolError(f"a tensor on device {shown(raw)}: this version carries host memory only")
     return CPU
