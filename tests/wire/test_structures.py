@@ -100,7 +100,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, dict):
-        pairs = zip(a.items(), b.items())
+        pairs = zip(a.items(), b.items(), strict=False)
         return len(a) == len(b) and all(same(k, m) and same(v, w) for (k, v), (m, w) in pairs)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
@@ -324,7 +324,7 @@ def as_a_stranger(structure: bytes) -> bytes:
 
 
 def test_a_class_that_is_not_loaded_here_has_a_stand_in() -> None:
-    structure, leaves = flatten([Point(Tensor(1), 2), Config(3, [4])], is_tensor)
+    structure, _ = flatten([Point(Tensor(1), 2), Config(3, [4])], is_tensor)
     structure = as_a_stranger(structure)
     point, config = fill(structure, ["leaf"])
     assert isinstance(point, tuple) and tuple(point) == ("leaf", 2)

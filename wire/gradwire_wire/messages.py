@@ -11,7 +11,7 @@ from typing import Any, Callable, NamedTuple, Union
 
 import msgpack
 
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ProtocolError, UsageError, shown
 
 __all__ = [
     "KEEP",
@@ -226,8 +226,13 @@ _unpack = msgpack.unpackb
 
 
 def pack(message: Any) -> bytes:
-    """One frame."""
+    """One frame. UsageError where it would be longer than its reader allows."""
     packed: bytes = msgpack.packb((_CODES[type(message)], *message))
+    if len(packed) > MAX_MESSAGE:
+        raise UsageError(
+            f"a message of {len(packed)} bytes is longer than {MAX_MESSAGE}: that much text and that many "
+            "small tensors cannot travel at once. Put them into fewer and larger tensors"
+        )
     return packed
 
 
@@ -247,5 +252,5 @@ def unpack(frame: bytes) -> Any:
         raise ProtocolError(f"{cls.__name__} has {len(checkers)} fields, not {len(raw) - 1}")
     for i, check in enumerate(checkers, 1):
         if not check(raw[i]):
-            raise ProtocolError(f"{cls.__name__}.{cls._fields[i - 1]} cannot be {raw[i]!r:.80}")  # type: ignore[attr-defined]
+            raise ProtocolError(f"{cls.__name__}.{cls._fields[i - 1]} cannot be {shown(raw[i])}")  # type: ignore[attr-defined]
     return cls(*raw[1:])
