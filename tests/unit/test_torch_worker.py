@@ -801,6 +801,37 @@ def test_spec_refuses_writes_that_it_cannot_shadow_and_passes_errors_on() -> Non
         program(mlp()).spec(site(1), [Aval((2, 3), BY_NAME["float32"])])
 
 
+def test_spec_leaves_no_fake_tensors_in_caches() -> None:
+    @functools.lru_cache
+    def mask(n: int) -> Any:
+        m = torch.zeros(n)
+        m[1:] = 1
+        return m + torch.rand(1) * 0
+
+    p = program(lambda x: x * mask(x.shape[0]))
+    before = torch.get_rng_state()
+    assert p.spec(site(1), [Aval((3,), BY_NAME["float32"])])[0] == [Aval((3,), BY_NAME["float32"])]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert mask.cache_info().currsize == 1
+    assert p.run(site(1), (), [torch.ones(3)]).tensors[0].tolist() == [0, 1, 1]
+
+
+def test_spec_knows_no_values_of_what_was_filled_with_fakes() -> None:
+    def fill_in(x: Any) -> Any:
+        out = torch.zeros(4, 2)
+        out[:, 0] = x
+        out += 1
+        return out
+
+    def branch(x: Any) -> Any:
+        return x if fill_in(x).sum() > 0 else x[:2]
+
+    x = Aval((4,), BY_NAME["float32"])
+    assert program(fill_in).spec(site(1), [x])[0] == [Aval((4, 2), BY_NAME["float32"])]
+    with pytest.raises(UsageError, match="out_spec"):
+        program(branch).spec(site(1), [x])
+
+
 # ---- The engine ------------------------------------------------------------------------------------------------------
 
 
