@@ -20,7 +20,7 @@ from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
 from gradwire.site import Site
 from gradwire_wire.carriers import Aval
-from gradwire_wire.errors import DtypeError, GradwireError, UnsupportedTensorError, UsageError
+from gradwire_wire.errors import DtypeError, RemoteError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import fill, flatten, leaf_paths
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.tensors import numpy as numpy_tensors
@@ -52,7 +52,7 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
     )
     try:
         spec = handle.spec(site, avals)
-    except GradwireError:
+    except (UsageError, RemoteError):
         if _is_traced(arrays):
             raise
         return _call_now(handle, site, arrays)

@@ -156,7 +156,7 @@ def _conjugate(array: np.ndarray) -> np.ndarray:
     """A conjugated copy, by its sign bits: arithmetic might flush denormals here."""
     copy = np.array(array, order="C")
     bits = copy.reshape(-1).view(np.uint32 if copy.itemsize == 8 else np.uint64)
-    bits[1::2] ^= bits.dtype.type(1 << (bits.itemsize * 8 - 1))
+    np.bitwise_xor(bits[1::2], bits.dtype.type(1 << (bits.itemsize * 8 - 1)), out=bits[1::2])
     return copy
 
 
@@ -165,21 +165,34 @@ def _conjugate(array: np.ndarray) -> np.ndarray:
 
 def _lower(context: Any, *values: Any, derived: Derived) -> Sequence[Any]:
     """The node as a callback; a node that moves state takes XLA's token and hands it on."""
+    _check_devices(context, derived)
     crossing = Crossing(derived, context.avals_in[derived.token_ops is not None :])
     call = partial(mlir.emit_python_callback, context, crossing)
     ends = list(values), context.avals_in, context.avals_out
     if not derived.ordered:
         results, _, _ = call(None, *ends, has_side_effect=derived.moves_state)
-        return results  # type: ignore[no-any-return]
+        return results
     effect = ordered_effect()
     before = context.tokens_in.get(effect)
     in_tuple = isinstance(before, tuple)  # up to jax 0.4
     results, after, _ = call(before[0] if in_tuple else before, *ends, has_side_effect=True)
     context.set_tokens_out(mlir.TokenSet({effect: (after,) if in_tuple else after}))
-    return results  # type: ignore[no-any-return]
+    return results
 
 
 mlir.register_lowering(primitive, _lower)
+
+
+def _check_devices(context: Any, derived: Derived) -> None:
+    """A program for several devices evaluates its callbacks on each, which for pure ones is only slow."""
+    axes = context.module_context.axis_context
+    devices = getattr(axes, "num_devices", 1) if isinstance(axes, mlir.ShardingContext) else 1
+    if derived.moves_state and devices > 1:
+        raise UsageError(
+            f"{describe(derived)} moves the state of its module, and this program runs on {devices} devices, on each of "
+            "which that would happen. Put its operands on one device (jax.device_put), or use jax.shard_map and have a "
+            "call for each shard"
+        )
 
 
 # ---- At once -------------------------------------------------------------------------------------------------------
@@ -218,7 +231,7 @@ def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
         raise failure.error from None
     if derived.keep:
         _release_with(results[-1], derived)
-    return results  # type: ignore[no-any-return]
+    return results
 
 
 def _wait(arrays: Sequence[Any]) -> None:

@@ -41,7 +41,7 @@ _typeof = getattr(jax, "typeof", None) or jax.core.get_aval
 
 def bind(derived: Derived, token: Any, operands: Sequence[Any]) -> list[Any]:
     """The node at these operands. ``token``: an array exactly if ``derived.token_ops`` says so, else None."""
-    return primitive.bind(*([] if token is None else [token]), *operands, derived=derived)  # type: ignore[no-any-return]
+    return primitive.bind(*([] if token is None else [token]), *operands, derived=derived)
 
 
 def _split(derived: Derived, values: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -211,7 +211,7 @@ def _row_by_row(args: list[Any], mapped: list[bool], derived: Derived) -> tuple[
     def one(row: Sequence[Any]) -> list[Any]:
         values = iter(row)
         operands = [next(values) if own else x for x, own in zip(args, mapped, strict=True)]
-        return primitive.bind(*operands, derived=derived)  # type: ignore[no-any-return]
+        return primitive.bind(*operands, derived=derived)
 
     results = jax.lax.map(one, [x for x, own in zip(args, mapped, strict=True) if own])
     return results, [0] * len(results)
