@@ -222,13 +222,13 @@ class Broker:
         self._clients.tell_output(worker.place.name, text)
 
     def _ended(self, worker: Worker) -> None:
+        self._told(worker)  # what it said before it ended
         for key in (worker.pidfd, worker.lifeline.fileno(), worker.output):
             self._unlisten(key)
-        was_ready = worker.ready
         self._clients.tell_output(worker.place.name, worker.finish())
         del self._workers[worker.place.incarnation]
         self._sweep_sockets(worker)
-        if was_ready is None:
+        if worker.ready is None:
             self._clients.send(worker.client, control.NotStarted(worker.order.request, worker.not_started()))
             return
         assert worker.end is not None

@@ -246,11 +246,10 @@ class Worker:
         self._plan((0.5, self.kill))
 
     def finish(self) -> str:
-        """The pidfd is readable: take its last words, end its group, reap it. Returns the last output.
+        """The pidfd is readable: end its group, reap it. Returns the last output.
 
         A grandchild may hold the output open for ever: what is in the pipe is read, its end is not waited for.
         """
-        self.hear()
         self.kill()
         self.end = end_of(self._process.wait())
         text, _ = self.read()

@@ -39,7 +39,11 @@ class PrivateBroker:
         """Starts it and waits until it listens. Raises ConnectError with what it wrote."""
         self.token = os.urandom(16)
         self._errors = _unnamed_file()
-        self._process, self._lifeline = self._launch()
+        try:
+            self._process, self._lifeline = self._launch()
+        except BaseException:
+            self._close_errors()
+            raise
         try:
             self.pidfd = open_pidfd(self._process.pid)
             ready = self._wait_ready(timeout_s)
@@ -128,11 +132,14 @@ class PrivateBroker:
     def close(self) -> None:
         """Close the descriptors; the broker takes that for the end of its owner. Idempotent."""
         self._lifeline.close()
-        if self._errors is not None:
-            self._errors.close()
+        self._close_errors()
         if getattr(self, "pidfd", -1) >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+    def _close_errors(self) -> None:
+        if self._errors is not None:
+            self._errors.close()
 
 
 def lent_packages() -> dict[str, str]:

@@ -1,0 +1,315 @@
+"""How deaths are noticed and told, and how workers are ended and interrupted (R55, R62, the broker's own death)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.broker_link import Death
+from gradwire_wire.errors import ClosedError, ConnectError, WorkerStartError
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def runs(pid: int) -> bool:
+    """Whether the process lives and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def number_in(path: Path) -> int:
+    """What another process writes there, once it has."""
+    deadline = time.monotonic() + 10
+    while not (path.exists() and path.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+# ---- Told ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("serving", "exit_code", "name", "words"),
+    [
+        ("print('last words'); raise SystemExit(7)", 7, None, "last words"),
+        ("import os; os.write(2, b'last words'); os._exit(0)", 0, None, "last words"),
+        ("import os; os.kill(os.getpid(), 9)", None, "SIGKILL", ""),
+        ("import ctypes; ctypes.string_at(0)", None, "SIGSEGV", "most recent call first"),
+        ("raise RuntimeError('lost')", 1, None, "RuntimeError: lost"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)", None, "SIG37", ""),
+    ],
+)
+def test_r55_a_death_is_told(
+    link: Any, worker: Callable[..., Any], serving: str, exit_code: int | None, name: str | None, words: str
+) -> None:
+    death = link.death_of(worker(serving=serving).incarnation, 5.0)
+    assert (death.exit_code, death.signal) == (exit_code, name)
+    assert words in death.output
+    assert "gradwire worker numpy" in death.command
+
+
+def test_r55_within_a_third_of_a_second(link: Any, worker: Callable[..., Any]) -> None:
+    times = []
+    for _ in range(5):
+        facts = worker()
+        start = time.monotonic()
+        os.kill(facts.pid, signal.SIGKILL)
+        assert link.death_of(facts.incarnation, 5.0) == Death(
+            None, "SIGKILL", "", link.death_of(facts.incarnation).command
+        )
+        times.append(time.monotonic() - start)
+    assert statistics.median(times) < 0.3, times
+
+
+def test_nothing_is_known_of_the_living_and_the_wait_is_bounded(
+    link: Any, worker: Callable[..., Any]
+) -> None:
+    facts = worker()
+    start = time.monotonic()
+    assert link.death_of(facts.incarnation) is None
+    assert link.death_of(facts.incarnation, 0.2) is None
+    assert link.death_of(b"unheard of", 0.2) is None
+    assert time.monotonic() - start < 1.0
+
+
+def test_all_who_wait_wake(link: Any, worker: Callable[..., Any]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    facts = worker()
+    with ThreadPoolExecutor(5) as pool:
+        waiting = [pool.submit(link.death_of, facts.incarnation, 20.0) for _ in range(5)]
+        time.sleep(0.1)
+        start = time.monotonic()
+        os.kill(facts.pid, signal.SIGKILL)
+        assert [one.result(5).signal for one in waiting] == ["SIGKILL"] * 5
+        assert time.monotonic() - start < 2.0
+
+
+def test_the_last_lines_are_bounded(link: Any, worker: Callable[..., Any]) -> None:
+    death = link.death_of(
+        worker(serving="for i in range(100000): print(i)\nraise SystemExit(1)").incarnation, 20.0
+    )
+    lines = death.output.splitlines()
+    assert lines[-1] == "99999"
+    assert len(lines) <= 101
+    assert "characters before this are not kept" in lines[0]
+
+
+# ---- What a worker had started -------------------------------------------------------------------------------------
+
+GRANDCHILD = """
+import subprocess
+child = subprocess.Popen(["sleep", "60"], start_new_session={apart})
+open({note!r}, "w").write(str(child.pid))
+print("leaving", flush=True)
+import os; os._exit(4)
+"""
+
+
+def test_a_grandchild_in_the_group_is_ended(
+    link: Any, worker: Callable[..., Any], tmp_path: Path, until: Any
+) -> None:
+    facts = worker(serving=GRANDCHILD.format(apart=False, note=str(tmp_path / "pid")))
+    assert link.death_of(facts.incarnation, 5.0).exit_code == 4
+    until(lambda: not runs(number_in(tmp_path / "pid")))
+
+
+def test_a_grandchild_that_holds_the_output_holds_up_nothing(
+    link: Any, worker: Callable[..., Any], tmp_path: Path
+) -> None:
+    facts = worker(serving=GRANDCHILD.format(apart=True, note=str(tmp_path / "pid")))
+    start = time.monotonic()
+    death = link.death_of(facts.incarnation, 5.0)
+    assert (death.exit_code, death.output) == (4, "leaving")
+    assert time.monotonic() - start < 2.0
+    os.kill(number_in(tmp_path / "pid"), signal.SIGKILL)
+
+
+# ---- Ended on request ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("serving", "timeout_s", "expected"),
+    [
+        ("", 5.0, (0, None)),  # asked
+        (SLEEP, 1.0, (None, "SIGTERM")),  # terminated
+        ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP, 1.0, (None, "SIGKILL")),
+        ("import ctypes; ctypes.PyDLL(None).sleep(60)", 1.0, (None, "SIGTERM")),  # C code that holds the GIL
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", 1.0, (None, "SIGKILL")),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()",
+            1.0,
+            (None, "SIGTERM"),
+        ),
+    ],
+)
+def test_stop_asks_terminates_kills(
+    link: Any,
+    worker: Callable[..., Any],
+    serving: str,
+    timeout_s: float,
+    expected: tuple[int | None, str | None],
+) -> None:
+    facts = worker(serving=serving)
+    time.sleep(0.1)
+    start = time.monotonic()
+    link.stop_worker(facts.incarnation, timeout_s)
+    assert time.monotonic() - start < timeout_s + 0.5
+    assert link.death_of(facts.incarnation)[:2] == expected
+    assert not runs(facts.pid)
+    link.stop_worker(facts.incarnation, timeout_s)
+
+
+def test_stop_of_the_unknown_and_after_the_end(link: Any) -> None:
+    start = time.monotonic()
+    link.stop_worker(b"unheard of")
+    link.close()
+    link.close()
+    link.stop_worker(b"unheard of")
+    assert time.monotonic() - start < 3.0
+
+
+def test_a_workers_exit_handlers_run_when_it_is_asked(
+    link: Any, worker: Callable[..., Any], tmp_path: Path
+) -> None:
+    note = tmp_path / "note"
+    facts = worker(serving=f"import atexit; atexit.register(lambda: open({str(note)!r}, 'w').write('done'))")
+    link.stop_worker(facts.incarnation)
+    assert note.read_text() == "done"
+
+
+def test_r62_interrupt_reaches_the_main_thread(link: Any, worker: Callable[..., Any]) -> None:
+    code = "try: import time; time.sleep(60)\nexcept KeyboardInterrupt: raise SystemExit(5)"
+    facts = worker(serving=code)
+    time.sleep(0.2)
+    start = time.monotonic()
+    link.interrupt(facts.incarnation)
+    assert link.death_of(facts.incarnation, 5.0).exit_code == 5
+    assert time.monotonic() - start < 1.0
+    link.interrupt(facts.incarnation)
+    link.interrupt(b"unheard of")
+
+
+# ---- The link ------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_link_says_so_and_ends_its_workers(link: Any, worker: Callable[..., Any]) -> None:
+    pids = [worker().pid, worker(serving=SLEEP).pid, link._broker._process.pid]
+    start = time.monotonic()
+    link.close()
+    assert time.monotonic() - start < 5.0
+    assert not any(map(runs, pids))
+    assert not link._thread.is_alive()
+    with pytest.raises(ClosedError):
+        worker()
+
+
+def test_extra_descriptors_are_watched_until_they_are_not(link: Any, until: Any) -> None:
+    reader, writer = os.pipe()
+    got: list[bytes] = []
+    link.watch(reader, lambda: got.append(os.read(reader, 100)))
+    os.write(writer, b"one")
+    until(lambda: got == [b"one"])
+    link.unwatch(reader)
+    os.write(writer, b"two")
+    time.sleep(0.1)
+    assert got == [b"one"]
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_callback_that_raises_ends_only_itself(
+    link: Any, worker: Callable[..., Any], until: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    calls: list[int] = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise ValueError("of the callback")
+
+    link.watch(reader, fail)
+    os.write(writer, b"one")
+    until(lambda: calls)
+    time.sleep(0.2)
+    assert len(calls) == 1
+    assert worker().pid
+    assert "of the callback" in capsys.readouterr().err
+    link.unwatch(reader)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_ticks_come_every_second(link: Any) -> None:
+    ticks: list[float] = []
+    link.every_second(lambda: ticks.append(time.monotonic()))
+    time.sleep(2.3)
+    assert 2 <= len(ticks) <= 4
+
+
+def test_unwatch_from_the_links_own_thread_does_not_wait(link: Any, until: Any) -> None:
+    reader, writer = os.pipe()
+    took: list[float] = []
+
+    def once() -> None:
+        start = time.monotonic()
+        link.unwatch(reader)
+        took.append(time.monotonic() - start)
+
+    link.watch(reader, once)
+    os.write(writer, b"one")
+    until(lambda: took)
+    assert took[0] < 0.1
+    os.close(reader)
+    os.close(writer)
+
+
+# ---- The broker's death --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_killed_broker_takes_everything_along(
+    link: Any, worker: Callable[..., Any], until: Any, tmp_path: Path, apart: bool
+) -> None:
+    code = GRANDCHILD.format(apart=apart, note=str(tmp_path / "pid")).replace("import os; os._exit(4)", SLEEP)
+    facts = worker(serving=code)
+    grandchild = number_in(tmp_path / "pid")
+    folder = link._broker.folder
+    start = time.monotonic()
+    os.kill(link._broker._process.pid, signal.SIGKILL)
+    death = link.death_of(facts.incarnation, 5.0)
+    assert time.monotonic() - start < 0.5
+    assert (death.signal, link.broker_alive) == ("SIGKILL", False)
+    until(lambda: not runs(facts.pid) and not runs(grandchild) and not folder.exists())
+    with pytest.raises(ConnectError, match="the broker ended"):
+        worker()
+    link.stop_worker(facts.incarnation)
+    link.interrupt(facts.incarnation)
+
+
+def test_a_start_under_way_ends_with_the_broker(link: Any, worker: Callable[..., Any]) -> None:
+    import threading
+
+    threading.Timer(1.0, os.kill, (link._broker._process.pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerStartError, match="the broker ended"):
+        worker(importing=SLEEP)
+    assert time.monotonic() - start < 3.0
+
+
+def test_a_terminated_broker_ends_in_order(link: Any, worker: Callable[..., Any], until: Any) -> None:
+    facts = worker()
+    folder = link._broker.folder
+    os.kill(link._broker._process.pid, signal.SIGTERM)
+    assert link.death_of(facts.incarnation, 5.0)[:2] == (0, None)
+    until(lambda: not folder.exists() and not link.broker_alive)
