@@ -98,8 +98,10 @@ def test_kept_calls_any_number_of_times() -> None:
         found, further = residual.derive(T, [ct], keep=False, accumulate=False)
         assert further is None and all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert np.array_equal(residual.derive(J, [dx, dw], keep=False, accumulate=False)[0][0], dots[0])
+    found, further = residual.derive(T, [ct], keep=True, accumulate=False)
+    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
     with pytest.raises(UsageError, match="first derivatives only"):
-        residual.derive(T, [ct], keep=True, accumulate=False)
+        further.derive(T, list(found), keep=False, accumulate=False)
 
 
 def test_batches_row_by_row() -> None:

@@ -32,8 +32,10 @@ class NumpyProgram:
 
     def keep(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
-    ) -> tuple[Result, NumpyResidual]:
+    ) -> tuple[Result, NumpyResidual | NumpyDerivative]:
         call = Call(self._target, site)
+        if any(op[0] != "V" for op in word):
+            return self.run(site, word, operands), NumpyDerivative(call, word)
         primals = (
             [x.copy() for x in operands] if call.offers("jvp") else operands
         )  # it may write to its arguments
@@ -82,13 +84,13 @@ class NumpyResidual:
 
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
-    ) -> tuple[list[Any], None]:
-        if keep:
-            self._call.refuse_without("vjp", (*self._word, op))
+    ) -> tuple[list[Any], NumpyDerivative | None]:
+        word = (*self._word, op)
+        further = NumpyDerivative(self._call, word) if keep else None
         if op[0] == "J" or self._pullback is None:
-            return self._call.evaluate((*self._word, op), [*self._operands, *linear]), None
+            return self._call.evaluate(word, [*self._operands, *linear]), further
         bars = self._pullback(linear)
-        return [bars[i] for i in op[1]], None
+        return [bars[i] for i in op[1]], further
 
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
@@ -103,6 +105,26 @@ class NumpyResidual:
             like = [x[row, ...] if m else x for x, m in zip(self._operands, self._word[-1][1])]
             found.append(filled([bars[i] for i in op[1]], [like[i] for i in op[1]]))
         return [np.stack(bars) for bars in zip(*found)]
+
+
+class NumpyDerivative:
+    """A derivative that a caller wants kept in case it is differentiated again, which a numpy target cannot be."""
+
+    nbytes = 0
+
+    def __init__(self, call: Call, word: tuple[Any, ...]) -> None:
+        self._call, self._word = call, word
+
+    def derive(
+        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], None]:
+        self._call.refuse_without("vjp", self._word)
+        raise AssertionError("refused above")
+
+    def derive_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
+    ) -> list[Any] | None:
+        return None
 
 
 @contextmanager
