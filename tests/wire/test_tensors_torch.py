@@ -101,7 +101,6 @@ def test_R18_not_plain_but_right() -> None:
     assert family.export(torch.arange(3.0).as_subclass(Named)).array.tolist() == [0, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def _strange() -> dict[str, torch.Tensor]:
     x = torch.eye(3)
     with FakeTensorMode():

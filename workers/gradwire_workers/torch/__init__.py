@@ -1,6 +1,7 @@
 """The PyTorch worker: plain autograd on kept graphs. See `gradwire_workers.program.Engine`.
 
-``tape`` has the derivatives, ``program`` the loaded target, ``shapes`` its spec, ``state`` a module's state.
+``program`` is the loaded target, ``tape`` its derivatives, ``kept`` its kept calls, ``shapes`` and ``shadows`` its spec,
+``state`` a module's state.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from gradwire_wire.tensors.torch import adopt, is_tensor
 from gradwire_workers.flat import Flat
 from gradwire_workers.program import Result, WorkerSite
 from gradwire_workers.torch import shapes, state
-from gradwire_workers.torch.tape import Kept, KeptRows, evaluate, leaves_of, row_operands, saved_nbytes
+from gradwire_workers.torch.kept import Kept, KeptRows, saved_nbytes
+from gradwire_workers.torch.tape import evaluate, leaves_of, row_operands
 
 __all__ = ["TorchProgram"]
 

@@ -1,4 +1,4 @@
-"""Derived functions on torch's own tape, and the graphs that are kept for later ones.
+"""Derived functions on torch's own tape.
 
 A call that will be differentiated runs with gradients enabled on *leaves*: detached operands that
 require gradients. The user's code gets aliases of them that are no leaves (`entered`), so that an
@@ -19,14 +19,13 @@ from __future__ import annotations
 import re
 from typing import Any, Callable, NamedTuple, Protocol, Sequence
 
-import numpy as np
 import torch
 
 from gradwire_wire.carriers import Aval
-from gradwire_wire.errors import ResidualLostError, UsageError
+from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import torch_dtype, wire_dtype
 
-__all__ = ["Kept", "KeptRows", "entered", "evaluate", "leaves_of", "row_operands", "saved_nbytes"]
+__all__ = ["entered", "evaluate", "filled", "is_inexact", "leaves_of", "pull", "push", "row_operands"]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _autograd_grad = torch.autograd.grad
@@ -257,149 +256,8 @@ def _depends(grad: Any) -> bool:
     return False
 
 
-# ---- What is kept ----------------------------------------------------------------------------------------------------
-
-
-class Kept:
-    """A kept forward: leaves, results, and between them torch's graph. See `program.Residual`.
-
-    owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`.
-    """
-
-    __slots__ = ("_anchored", "_generation", "_leaves", "_owner", "_results", "nbytes")
-
-    def __init__(
-        self, owner: Any, leaves: Sequence[Any], results: Sequence[Any], anchored: bool, nbytes: int
-    ) -> None:
-        self._owner, self._leaves, self._anchored, self.nbytes = owner, list(leaves), anchored, nbytes
-        self._results = [y for y in results if is_inexact(y)]
-        self._generation = owner.generation
-
-    def derive(
-        self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
-    ) -> tuple[list[Any], Kept | None]:
-        linear = self._owner.place(linear)
-        if keep:
-            linear = leaves_of(linear)
-        parameters = self._owner.trainable() if accumulate else ()
-        wrt = [self._leaves[i] for i in op[1]]
-        results = self._derived(op, self._results, wrt, linear, keep, parameters)
-        if not keep:
-            return self._anchored_zero(op, results), None
-        whole = filled(results, wrt) if op[0] == "T" else results
-        nbytes = self.nbytes + sum(x.nbytes for x in (*linear, *whole))
-        kept = Kept(self._owner, [*self._leaves, *linear], whole, self._anchored, nbytes)
-        kept._generation = self._generation
-        return self._anchored_zero(op, [None if y is None else y.detach() for y in results]), kept
-
-    def _derived(
-        self,
-        op: tuple[Any, ...],
-        ys: Sequence[Any],
-        wrt: Sequence[Any],
-        linear: Sequence[Any],
-        keep: bool,
-        parameters: Sequence[Any] = (),
-    ) -> list[Any]:
-        try:
-            if op[0] == "J":
-                return push(ys, wrt, linear, create_graph=keep)
-            return pull(ys, wrt, linear, create_graph=keep, parameters=parameters)
-        except RuntimeError as error:
-            if self._generation == self._owner.generation or "inplace operation" not in str(error):
-                raise
-            raise ResidualLostError(
-                "the parameters were changed (an optimizer step or load_state_dict) after the forward whose gradient is "
-                "asked for, so its graph no longer holds. Run the forward again, or step after the last pullback"
-            ) from error
-
-    def _anchored_zero(self, op: tuple[Any, ...], results: list[Any]) -> list[Any]:
-        if self._anchored and op[0] == "T" and 0 in op[1]:
-            results[op[1].index(0)] = torch.zeros_like(self._leaves[0], requires_grad=False)
-        return results
-
-    def derive_rows(
-        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
-    ) -> list[Any] | None:
-        return None
-
-
-class KeptRows(Kept):
-    """A kept batch: between the leaves and the graph lie ``rows``, the operands with one row each."""
-
-    __slots__ = ("_rows", "_size")
-
-    def __init__(
-        self,
-        owner: Any,
-        leaves: Sequence[Any],
-        rows: Sequence[Any],
-        size: int,
-        results: Sequence[Any],
-        anchored: bool,
-        nbytes: int,
-    ) -> None:
-        super().__init__(owner, leaves, results, anchored, nbytes)
-        self._rows, self._size = list(rows), size
-
-    def derive_rows(
-        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
-    ) -> list[Any] | None:
-        numbers = rows[:, 1] if rows.ndim == 2 else rows
-        if not np.array_equal(numbers, np.arange(self._size)):
-            return None
-        linear = [
-            x if mapped else x.expand(self._size, *x.shape)
-            for x, mapped in zip(self._owner.place(linear), axes[len(axes) - len(linear) :])
-        ]
-        wrt = [self._rows[i] for i in op[1]]
-        results = self._derived(op, self._results, wrt, linear, False)
-        return filled(results, wrt) if op[0] == "T" else results
-
-
 def row_operands(operands: Sequence[Any], axes: tuple[bool, ...]) -> tuple[list[Any], tuple[bool, ...], int]:
     """Operands and axes of a batch in which everything differentiable has a row of its own; its size."""
     batch = _batch(axes, operands, ())
     rows = [_expanded(x, i, (batch,)) if is_inexact(x) else x for i, x in enumerate(operands)]
     return rows, tuple(mapped or is_inexact(x) for x, mapped in zip(operands, axes)), batch.size
-
-
-def saved_nbytes(results: Sequence[Any], leaves: Sequence[Any], shared: Sequence[Any]) -> int:
-    """Bytes of memory that stay because of this graph: operands, results and what its nodes saved.
-
-    shared: tensors that would be there anyway (parameters, buffers). Walks the graph: about 20 µs a
-    node, so ask once per signature. Constants that the user's code holds are counted too.
-    """
-    seen = {x.untyped_storage().data_ptr() for x in shared}
-    nbytes = 0
-    for x in (*leaves, *results, *_saved(results)):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            nbytes += storage.nbytes()
-    return nbytes
-
-
-def _saved(results: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    nodes = [y.grad_fn for y in results if y.grad_fn is not None]
-    visited = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                found += _tensors_at(node, name)
-        for following, _ in node.next_functions:
-            if following is not None and following not in visited:
-                visited.add(following)
-                nodes.append(following)
-    return found
-
-
-def _tensors_at(node: Any, name: str) -> list[Any]:
-    try:
-        value = getattr(node, name)
-    except RuntimeError:  # freed already, or modified in place
-        return []
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [x for x in values if isinstance(x, torch.Tensor) and x.layout is torch.strided]
