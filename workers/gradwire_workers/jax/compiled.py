@@ -34,7 +34,8 @@ class RunPlan:
         return derived(partial(self._function.call, consts), self._word)(*operands)
 
     def __call__(self, operands: Sequence[Any]) -> Sequence[Any]:
-        results = _ready(self._function, self._compiled(self._function.consts, tuple(operands)))
+        results = self._compiled(self._function.consts, tuple(operands))
+        _wait_ready(self._function, results)
         if len(self._word) == 1 and self._word[0][0] == "T":
             return unused_as_none(self._function, self._word[0][1], operands, results)
         return results
@@ -70,7 +71,8 @@ class KeepPlan:
 
     def __call__(self, operands: Sequence[Any]) -> tuple[Sequence[Any], list[Any], int]:
         """Results, leaves for `pull`, and the bytes that operands and leaves (but for constants) hold."""
-        results, own = _ready(self._function, self._forward(self._function.consts, tuple(operands)))
+        results, own = self._forward(self._function.consts, tuple(operands))
+        _wait_ready(self._function, results, own)
         places = (operands, results, self._function.consts, own)
         leaves = [places[leaf.place][leaf.at] for leaf in self._places if leaf.place != LITERAL]
         if self._nbytes is None:  # the same for every call of this signature
@@ -89,7 +91,8 @@ class KeepPlan:
         compiled = self._pullbacks.get((wrt, axes))
         if compiled is None:
             compiled = self._pullbacks[wrt, axes] = jax.jit(self._pullback(wrt, axes))
-        bars = _ready(self._function, compiled(leaves, tuple(linear)))
+        bars = compiled(leaves, tuple(linear))
+        _wait_ready(self._function, bars)
         return list(bars) if self._word else unused_as_none(self._function, wrt, self._signature, bars)
 
     def _evaluate(self, consts: list[Any], operands: tuple[Any, ...]) -> Any:
@@ -151,8 +154,9 @@ def unused_as_none(
     return [bar if function.used[i] else None for i, bar in zip(wrt, bars)]
 
 
-def _ready(function: Traced, made: Any) -> Any:
-    jax.block_until_ready(made)
+def _wait_ready(function: Traced, *made: Sequence[Any]) -> None:
+    for arrays in made:
+        for array in arrays:
+            array.block_until_ready()
     if function.has_effects:
         jax.effects_barrier()  # what it prints or calls back belongs to this call
-    return made
