@@ -193,7 +193,6 @@ class Broker:
     def _cancel(self, client: bytes, request: int) -> None:
         for worker in self._workers.values():
             if worker.client == client and worker.order.request == request:
-                worker.cancelled = True
                 worker.kill()
 
     def _stop(self, client: bytes, message: control.Stop) -> None:

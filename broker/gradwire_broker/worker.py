@@ -28,14 +28,13 @@ from gradwire_broker.reports import End, end_of, ended_early, not_started, timed
 from gradwire_wire.control import Start
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnded, WorkerConfig, WorkerReady
-from gradwire_wire.process import open_pidfd
+from gradwire_wire.process import DUMP_STACK, open_pidfd
 from gradwire_wire.spawn import Lent, shown, spawn
 
 __all__ = ["CannotLaunch", "Place", "Worker"]
 
 CHUNK = 1 << 16
 MOST_AT_ONCE = 1 << 20  # bytes of output read before others get their turn
-DUMP_STACK = signal.SIGUSR2  # a starting worker answers it with the stacks of its threads
 
 
 class CannotLaunch(Exception):
@@ -63,7 +62,6 @@ class Worker:
         self.doing = "starting the interpreter"
         self.ready: WorkerReady | None = None
         self.end: End | None = None
-        self.cancelled = False
         self._why = ""
         self._tail = Tail()
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")

@@ -93,6 +93,7 @@ class BrokerLink:
         self._news = threading.Condition()
         self._attached = False
         self._refusal: control.Refused | None = None
+        self._asked: set[int] = set()
         self._answers: dict[int, control.Started | control.NotStarted] = {}
         self._doing: dict[int, str] = {}
         self._living: dict[bytes, control.Started] = {}
@@ -147,6 +148,7 @@ class BrokerLink:
         self._check_usable()
         request = next(self._requests)
         order = _order(request, spec)
+        self._asked.add(request)
         self._send_soon(order)
         try:
             answer = self._wait_started(request, spec)
@@ -154,7 +156,7 @@ class BrokerLink:
             self._send_soon(control.Cancel(request))
             raise
         finally:
-            self._doing.pop(request, None)
+            self._forget(request)
         if isinstance(answer, control.NotStarted):
             raise WorkerStartError(answer.message)
         return WorkerFacts(*answer[1:])
@@ -168,7 +170,7 @@ class BrokerLink:
                     lambda: request in self._answers or not self.broker_alive, progress_s - past
                 )
                 if request in self._answers:
-                    return self._answers.pop(request)
+                    return self._answers[request]
                 if not self.broker_alive:
                     raise WorkerStartError(self._broker_gone("the worker did not start"))
             if time.monotonic() - start >= progress_s:
@@ -176,6 +178,12 @@ class BrokerLink:
                 _say(f"worker {spec.name or spec.framework!r} is still {doing} ({progress_s:.0f} s)")
                 progress_s += NEXT_PROGRESS_S
         raise WorkerStartError("the broker does not answer; close the bridge and connect anew")
+
+    def _forget(self, request: int) -> None:
+        with self._news:
+            self._asked.discard(request)
+            self._answers.pop(request, None)
+            self._doing.pop(request, None)
 
     def interrupt(self, incarnation: bytes) -> None:
         """SIGINT to the worker, if it is ready and there. Does not wait."""
@@ -366,16 +374,19 @@ class BrokerLink:
             self._attached = True
         elif isinstance(message, control.Refused):
             self._refusal = message
-        elif isinstance(message, control.Starting):
-            self._doing[message.request] = message.doing
-        elif isinstance(message, control.Started):
-            self._living[message.incarnation] = message
-            self._answers[message.request] = message
-        elif isinstance(message, control.NotStarted):
-            self._answers[message.request] = message
         elif isinstance(message, control.Died):
             self._living.pop(message.incarnation, None)
             self._record(message.incarnation, Death(*message[1:]))
+        elif message.request in self._asked:
+            self._learn_of_start(message)
+
+    def _learn_of_start(self, message: control.Starting | control.Started | control.NotStarted) -> None:
+        if isinstance(message, control.Starting):
+            self._doing[message.request] = message.doing
+            return
+        self._answers[message.request] = message
+        if isinstance(message, control.Started):
+            self._living[message.incarnation] = message
 
     def _record(self, incarnation: bytes, death: Death) -> None:
         self._deaths[incarnation] = death

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgpack
@@ -128,6 +130,42 @@ def test_names_that_are_not_utf8_survive() -> None:
     assert control.unpack(control.pack(doing)) == doing
 
 
+# ---- Golden bytes: control protocol 1 stays what it is -----------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[1] / "wire" / "golden" / "control-1.txt"
+ID = bytes(range(16))
+EXAMPLES = [
+    control.Attach(1, b"token", 1234),
+    control.Start(
+        *(1, "torch", "enc", "/envs/torch/bin/python", {b"PATH": b"/bin"}, {"A": "b", "C": None}, ["/here"]),
+        *("/here", 2, True, "cpu", 120.0),
+    ),
+    control.Start(2, "jax", "", None, None, {}, [], "/", None, None, None, 0.5),
+    control.Cancel(1),
+    control.Interrupt(ID),
+    control.Stop(ID, 5.0),
+    control.Heard(4711),
+    control.ShutDown(3.0),
+    control.Attached(1, 1235),
+    control.Refused("ConnectError", "the token is not the broker's"),
+    control.Starting(1, "importing torch"),
+    control.Started(
+        1, "enc", ID, 1236, "ipc:///run/w.zmq", "/run/w.mem", b"token", {"threads": 2, "devices": ["cpu"]}
+    ),
+    control.NotStarted(1, "worker 'enc' (torch) did not start"),
+    control.Died(ID, None, "SIGKILL", "last words é", "python -s"),
+    control.Output("enc", "✓\n", 7000),
+]
+
+
+def test_golden_bytes_of_the_control_protocol() -> None:
+    assert control.PROTOCOL == 1, "a new version needs golden bytes of its own beside the old"
+    assert {type(message) for message in EXAMPLES} == set(control.KINDS.values())
+    golden = [line for line in GOLDEN.read_text().splitlines() if not line.startswith("#")]
+    assert [control.pack(message).hex() for message in EXAMPLES] == golden
+    assert [control.unpack(bytes.fromhex(line)) for line in golden] == EXAMPLES
+
+
 # ---- Lifelines -----------------------------------------------------------------------------------------------------
 
 
@@ -245,3 +283,29 @@ def test_the_shown_command_line_is_short(lent: spawn.Lent, tmp_path: Any) -> Non
     process.wait(30)
     line.close()
     assert spawn.shown(process) == f"{sys.executable} -c '# the title …' {process.args[-1]}"
+
+
+# ---- Never a fork --------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("client/gradwire", "broker/gradwire_broker", "workers/gradwire_workers", "wire/gradwire_wire")
+
+
+def forks(source: str) -> list[int]:
+    """Lines that fork this process, or have code run in a forked child (R02)."""
+    return [
+        node.lineno if isinstance(node, ast.Attribute) else node.value.lineno
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.Attribute) and node.attr in ("fork", "forkpty", "vfork"))
+        or (isinstance(node, ast.keyword) and node.arg == "preexec_fn")
+    ]
+
+
+def test_r02_nothing_of_ours_forks() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert not {str(path): lines for path in files if (lines := forks(path.read_text()))}
+
+
+@pytest.mark.parametrize("source", ["import os\nos.fork()", "subprocess.Popen([], preexec_fn=f)"])
+def test_the_search_for_forks_can_find_some(source: str) -> None:
+    assert forks(source)

@@ -6,11 +6,13 @@ import os
 import resource
 import signal
 
-__all__ = ["die_with_parent", "open_pidfd", "raise_descriptor_limit", "reset_signals"]
+__all__ = ["DUMP_STACK", "die_with_parent", "open_pidfd", "raise_descriptor_limit", "reset_signals"]
 
 PR_SET_PDEATHSIG = 1
 NR_PIDFD_OPEN = 434  # the same on every architecture
 ENOUGH_DESCRIPTORS = 65536
+DUMP_STACK = signal.SIGUSR2
+"""A worker whose start takes too long answers it by writing the stacks of its threads."""
 
 
 def reset_signals() -> None:

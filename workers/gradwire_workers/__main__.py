@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import io
 import os
-import signal
 import sys
 import traceback
 from typing import Any
@@ -22,7 +21,6 @@ from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnd
 
 NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
 FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu (or tensorflow)"}
-DUMP_STACK = signal.SIGUSR2  # the broker sends it to a worker whose start takes too long
 MOST_TEXT = 60_000  # characters of one message; a packet holds about 200 kB
 
 
@@ -65,14 +63,14 @@ def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, dict[str, Any
     process.raise_descriptor_limit()
     _settle_output()
     faulthandler.enable()
-    faulthandler.register(DUMP_STACK)
+    faulthandler.register(process.DUMP_STACK)
     sys.argv[:] = ["gradwire_workers"]
     _check_needed()
     engine = _import_framework(config, lifeline)
     sys.path[:0] = [folder for folder in config.path if folder not in sys.path]
     lifeline.send_nowait(Doing("opening its sockets"))
     desk = _open_desk(config, engine)
-    faulthandler.unregister(DUMP_STACK)
+    faulthandler.unregister(process.DUMP_STACK)
     return desk, _info(engine)
 
 
