@@ -56,6 +56,15 @@ class Remote:
         return counts
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Remote]:
+    """One remote for all transformations: what an eager call compiles is kept for each remote."""
+    remote = Remote(torch_f)
+    yield remote
+    gc.collect()
+    remote.handle.close()
+
+
 @pytest.fixture
 def remote() -> Iterator[Callable[..., Remote]]:
     made: list[Remote] = []
@@ -224,26 +233,60 @@ PAIRS = {  # of (X, WW)
     ),
     "vmap of grad over both": lambda f: jax.vmap(jax.grad(loss_of(f), (0, 1))),
 }
+# Each exercises rules of its own; the others are combinations.
+QUICK = {
+    *(
+        "forward",
+        "grad of both",
+        "jvp of one argument",
+        "linearize, used twice",
+        "vjp, pulled twice",
+        "third order",
+    ),
+    *("hessian", "while_loop", "grad of scan", "grad of checkpoint", "vmap over axis 1", "grad of vmap"),
+    *(
+        "vmap of grad",
+        "vmap of grad, batch 0",
+        "grad of vmap, batch 0",
+        "vmap of pullbacks",
+        "grad of nested vmap",
+    ),
+}
+QUICK_EAGER = {
+    "forward",
+    "grad of both",
+    "jvp of one argument",
+    "vjp, pulled twice",
+    "vmap of grad",
+    "while_loop",
+}
 CELLS = [
-    *((name, make, (X1, W)) for name, make in ONE.items()),
-    *((name, make, (X5, W)) for name, make in MANY.items()),
-    *((name, make, (X5, W5)) for name, make in PAIRS.items()),
+    pytest.param(
+        *(name, make, arrays, mode),
+        id=f"{name}-{mode}",
+        marks=[] if name in (QUICK if mode == "jit" else QUICK_EAGER) else [pytest.mark.slow],
+    )
+    for cells, arrays in ((ONE, (X1, W)), (MANY, (X5, W)), (PAIRS, (X5, W5)))
+    for name, make in cells.items()
+    for mode in ("eager", "jit")
 ]
+assert {*ONE, *MANY, *PAIRS} >= QUICK | QUICK_EAGER
 _oracles: dict[str, Any] = {}
 
 
-@pytest.mark.parametrize("mode", ["eager", "jit"])
-@pytest.mark.parametrize(("name", "make", "arrays"), CELLS, ids=[name for name, _, _ in CELLS])
-def test_transformation(remote: Any, name: str, make: Function, arrays: Any, mode: str) -> None:
+@pytest.mark.parametrize(("name", "make", "arrays", "mode"), CELLS)
+def test_transformation(shared: Any, name: str, make: Function, arrays: Any, mode: str) -> None:
     arguments = [jnp.asarray(a) for a in arrays]
     if name not in _oracles:
         _oracles[name] = jax.jit(make(jax_f))(*arguments)
-    function = make(remote(torch_f))
+    function = make(shared)
     got = (jax.jit(function) if mode == "jit" else function)(*arguments)
     equal(got, _oracles[name])
 
 
-@pytest.mark.parametrize("sequential", ["vmap", "vmap of grad", "grad of vmap", "vmap of hessian"])
+@pytest.mark.parametrize(
+    "sequential", ["vmap of grad", "grad of vmap", pytest.param("vmap of hessian", marks=pytest.mark.slow)]
+)
 def test_vmap_row_by_row(remote: Any, sequential: str) -> None:
     arguments = [jnp.asarray(X5), jnp.asarray(W)]
     f = remote(torch_f, vmap="sequential")
@@ -357,7 +400,7 @@ def complex_cells(f: Function, ct: Any, ct_dot: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mode", ["eager", "jit"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "jit"])
 @pytest.mark.parametrize("kind", COMPLEX)
 def test_r32_complex(remote: Any, kind: str, mode: str) -> None:
     torch_side, jax_side = COMPLEX[kind]
@@ -366,8 +409,12 @@ def test_r32_complex(remote: Any, kind: str, mode: str) -> None:
     cotangents = (1.3 * one, 2.0 * one) if is_real else ((0.7 - 1.1j) * one, 2j * one)
     f = remote(torch_side)
     got = lambda z, dz: {k: cell(z, dz) for k, cell in complex_cells(lambda z: f(z), *cotangents).items()}  # noqa: E731
-    expected = {k: cell(Z, DZ) for k, cell in complex_cells(jax_side, *cotangents).items()}
-    equal((jax.jit(got) if mode == "jit" else got)(jnp.asarray(Z), jnp.asarray(DZ)), expected, 1e-9)
+    oracle = lambda z, dz: {k: cell(z, dz) for k, cell in complex_cells(jax_side, *cotangents).items()}  # noqa: E731
+    equal(
+        (jax.jit(got) if mode == "jit" else got)(jnp.asarray(Z), jnp.asarray(DZ)),
+        jax.jit(oracle)(Z, DZ),
+        1e-9,
+    )
 
 
 def test_r32_the_convention_itself(remote: Any) -> None:

@@ -30,6 +30,7 @@ from tests.doubles.torch_handle import TorchHandle
 
 Function = Callable[..., Any]
 MODES = pytest.mark.parametrize("mode", ["eager", "jit"])
+MODES_OF_MANY = pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "jit"])
 
 
 def in_mode(mode: str, function: Function) -> Function:
@@ -111,7 +112,7 @@ ONCE_EACH: dict[str, tuple[Function, int]] = {
 }
 
 
-@MODES
+@MODES_OF_MANY
 @pytest.mark.parametrize("case", ONCE_EACH)
 def test_r41_as_often_as_written(counted: Any, case: str, mode: str) -> None:
     run, times = ONCE_EACH[case]
@@ -306,7 +307,7 @@ ANCHORED: dict[str, tuple[Function, list[str]]] = {
 }
 
 
-@MODES
+@MODES_OF_MANY
 @pytest.mark.parametrize("case", ANCHORED)
 def test_pullbacks_happen_as_written(counted: Any, case: str, mode: str) -> None:
     make, verbs = ANCHORED[case]
