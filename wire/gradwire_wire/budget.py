@@ -1,21 +1,29 @@
-"""How much shared memory may be taken: the least of what machine, control group and limits leave. Pure."""
+"""How much shared memory may be taken: the least of what machine, control groups and limits leave. Pure."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
-__all__ = ["Reading", "room_for"]
+__all__ = ["Group", "Reading", "room_for"]
 
 SPARE = 64 << 20
 """Left to everybody else: once the kernel's own killer runs it is too late for an exception."""
+SPARE_ADDRESSES = 8 << 20
+"""Left to this process's own objects under RLIMIT_AS."""
+
+
+class Group(NamedTuple):
+    """A control group's limit and what counts against it, without caches that the kernel would drop."""
+
+    limit: int
+    used: int
 
 
 class Reading(NamedTuple):
     """Numbers of bytes as the system reports them; None where it reports none."""
 
     available: int | None
-    group_limit: int | None
-    group_used: int | None
+    groups: Sequence[Group]
     address_space: int | None
     mapped: int
 
@@ -25,13 +33,13 @@ def room_for(reading: Reading, limit: int | None, used: int) -> tuple[int, str]:
 
     limit, used: the user's own ``max_shared_bytes`` and how much of it is taken.
     """
-    rooms = []
+    rooms = [
+        (group.limit - group.used - SPARE, "memory left to this control group") for group in reading.groups
+    ]
     if reading.available is not None:
         rooms.append((reading.available - SPARE, "memory available on this machine"))
-    if reading.group_limit is not None and reading.group_used is not None:
-        rooms.append((reading.group_limit - reading.group_used - SPARE, "memory left to this control group"))
     if reading.address_space is not None:
-        rooms.append((reading.address_space - reading.mapped, "RLIMIT_AS of this process"))
+        rooms.append((reading.address_space - reading.mapped - SPARE_ADDRESSES, "RLIMIT_AS of this process"))
     if limit is not None:
         rooms.append((limit - used, "max_shared_bytes"))
     room, why = min(rooms, default=(1 << 62, "no limit known"))
