@@ -135,6 +135,7 @@ class Bridge:
         for worker in self._workers.values():
             worker.detach()
         self._link.close()
+        self._memory.close()
 
     def __enter__(self) -> Bridge:
         return self

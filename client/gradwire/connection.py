@@ -66,15 +66,15 @@ class Connection:
         except BaseException:
             self._tether.close()
             raise
-        link.watch(self._tether.fileno(), self._on_tether)
+        self._tether_fd = self._tether.fileno()
+        link.watch(self._tether_fd, self._on_tether)
 
     def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger]:
         ours = Ledger()
-        self._tether.send(
-            messages.Hello(messages.PROTOCOL, self.facts.token, self._client_id, self._pid), [ours.fd], timeout_s
-        )
-        ours.close_descriptor()
+        hello = messages.Hello(messages.PROTOCOL, self.facts.token, self._client_id, self._pid)
         try:
+            self._tether.send(hello, ours.descriptors, timeout_s)
+            ours.close()
             received = self._tether.receive(timeout_s)
         except TetherClosedError as error:
             raise ConnectError(f"worker {self.facts.name!r} hung up during the handshake") from error
@@ -82,11 +82,12 @@ class Connection:
             raise DeadlineError(f"worker {self.facts.name!r} did not answer within {timeout_s} s; it may be in a long call")
         answer, descriptors = received
         if type(answer) is messages.Refused:
-            raise getattr(errors, answer.kind, ProtocolError)(answer.message)
-        if type(answer) is not messages.Welcome or len(descriptors) != 1 or answer.incarnation != self.facts.incarnation:
+            close_all(descriptors)
+            raise _class_named(answer.kind)(answer.message)
+        if type(answer) is not messages.Welcome or len(descriptors) > 1 or answer.incarnation != self.facts.incarnation:
             close_all(descriptors)
             raise ProtocolError(f"unexpected answer to Hello: {answer!r:.80}")
-        return Exchange(self._memory, self._tether, Ledger(descriptors[0]), ours), ours
+        return Exchange(self._memory, self._tether, Ledger.received(descriptors), ours), ours
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class Connection:
             self.exchange.take_back(headers)
             self._idle.append(socket)
             raise
-        except BaseException:  # perhaps sent: the worker has the slots until it returns them
+        except BaseException:  # perhaps sent, perhaps in part
             socket.close()
             raise
         try:
@@ -228,7 +229,7 @@ class Connection:
 
     def _decline(self, reply: Any, frames: Sequence[bytes]) -> None:
         if type(reply) is Done:
-            self.exchange.decline(reply.headers, frames)
+            self.exchange.decline(reply.headers)
             if reply.token:
                 self.released.append(reply.token)
 
@@ -261,10 +262,9 @@ class Connection:
     def _on_tether(self) -> None:
         """In the link's thread: segments have been announced, or the worker is gone."""
         try:
-            with self._memory.lock:
-                self.exchange.receive_segments()
+            self.exchange.receive_segments()
         except (TetherClosedError, GradwireError, OSError):
-            self._link.unwatch(self._tether.fileno())
+            self._link.unwatch(self._tether_fd)
             self._gone.set()
 
     def close(self) -> None:
@@ -273,20 +273,35 @@ class Connection:
             return
         self._closed = True
         if not self._gone.is_set():
-            self._link.unwatch(self._tether.fileno())
-        while self._idle:
-            self._idle.pop().close()
-        self._tether.close()
-        self.exchange.end()
+            self._link.unwatch(self._tether_fd)
+        for sockets_left in (self._idle, self._abandoned):
+            while sockets_left:
+                sockets_left.pop().close()
+        if self._gone.is_set():
+            self._tether.close()
+            self.exchange.end()
+        else:
+            self.exchange.leave()
+            del self._tether  # closes when the last view of the worker's memory is gone
+
+    def bury(self) -> None:
+        """After `close`, once the process is gone: what it had borrowed is free again."""
+        self._gone.set()
+        if self._pid == os.getpid():
+            self.exchange.end()
 
 
 def _error_of(failed: Failed, worker: str) -> GradwireError:
     if failed.kind == "RemoteError":
         return remote_error(failed.type_name, failed.message, failed.traceback, worker)
-    cls = getattr(errors, failed.kind, ProtocolError)
-    if not (isinstance(cls, type) and issubclass(cls, GradwireError)):
-        cls = ProtocolError
+    cls = _class_named(failed.kind)
     error = cls(f"{failed.message} (worker {worker!r})")
+    error.retry_safe = False  # it was sent, and the remote code may have run before this happened
     if cls is ResidualLostError:
         error.recompute = failed.type_name == "recompute"  # type: ignore[attr-defined]
     return error
+
+
+def _class_named(kind: str) -> type[GradwireError]:
+    cls = getattr(errors, kind, None)
+    return cls if isinstance(cls, type) and issubclass(cls, GradwireError) else ProtocolError

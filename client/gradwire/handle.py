@@ -105,8 +105,12 @@ class Handle:
             )
 
         reply, frames = connection.request(make, carriers, site.timeout_s)
-        borrow = connection.exchange.borrow
-        return Outcome([None if h is None else borrow(h, frames) for h in reply.headers], reply.structure, reply.token)
+        try:
+            results = connection.exchange.borrow_all(reply.headers, frames)
+        except BaseException:
+            self.release(reply.token)
+            raise
+        return Outcome(results, reply.structure, reply.token)
 
     def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
         """Shapes, dtypes and tree of the results, without a real run. Cached by site and avals."""
@@ -137,7 +141,7 @@ class Handle:
         reply, frames = connection.request(
             lambda call_id, headers: messages.State(call_id, self._remote, verb, structure, headers), carriers, timeout_s
         )
-        leaves = [connection.exchange.borrow(h, frames) for h in reply.headers if h is not None]
+        leaves = [c for c in connection.exchange.borrow_all(reply.headers, frames) if c is not None]
         if len(leaves) != len(reply.headers):
             raise ProtocolError(f"{verb}: a leaf is missing from the reply")
         return reply.structure, leaves

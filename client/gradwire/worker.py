@@ -98,6 +98,7 @@ class Worker:
                 raise ClosedError(f"worker {self.name!r} was closed; make a new one with bridge.worker(...)")
             self._link.stop_worker(self._facts.incarnation, 1.0)
             self._connection.close()
+            self._connection.bury()
             self._connection = self._start()
 
     def close(self) -> None:
@@ -111,6 +112,7 @@ class Worker:
             self._background.close()
             self._connection.close()
             self._link.stop_worker(self._facts.incarnation)
+            self._connection.bury()
 
     def detach(self) -> None:
         """The broker is going, and the process with it: only let go of what is here."""

@@ -1,14 +1,16 @@
 """Slots in segments: whole pages, size classes, reused rather than made anew. Pure but for `make_segment`.
 
-A slot is free, or has users: the process that fills it and the loans on it. Small slots are carved
-from chunks; a large one has a segment of its own. What lies idle above a cap is given back to the
-system page by page (the address range stays and can be taken again).
+A slot is free, or has one user: what fills it and then the loan on it. Small slots are carved from
+chunks; a large one has a segment of its own. What lies idle above a cap is given back to the system
+page by page (the address range stays and can be taken again).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from typing import Any, Callable
+
+from gradwire_wire.errors import MemoryExhaustedError
 
 __all__ = ["Arena", "Slot", "size_class"]
 
@@ -26,13 +28,13 @@ def size_class(nbytes: int) -> int:
 
 
 class Slot:
-    """A range of an own segment. ``users`` says how many still need it."""
+    """A range of an own segment. ``is_resident``: whether it has its pages."""
 
-    __slots__ = ("nbytes", "offset", "resident", "segment", "users")
+    __slots__ = ("is_resident", "is_used", "nbytes", "offset", "segment")
 
     def __init__(self, segment: Any, offset: int, nbytes: int) -> None:
         self.segment, self.offset, self.nbytes = segment, offset, nbytes
-        self.users, self.resident = 0, True
+        self.is_used, self.is_resident = True, True
 
 
 class Arena:
@@ -40,6 +42,7 @@ class Arena:
 
     make_segment(number, nbytes, used): a new own segment; may raise MemoryExhaustedError.
     take_pages(slot, used): give a slot that was given back its pages again; may raise the same.
+    resident_bytes: what all of it takes; idle_bytes: the part of it that waits in free slots.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Arena:
         self._chunk: Any = None
         self._chunk_used = 0
         self._next_number = 0
+        self._is_closed = False
         self.segments: list[Any] = []
         self.resident_bytes = 0
         self.idle_bytes = 0
@@ -64,48 +68,63 @@ class Arena:
         return self._next_number
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least ``nbytes`` with one user. MemoryExhaustedError where memory is short."""
-        self._drain()
+        """A slot of at least ``nbytes`` for one user. MemoryExhaustedError where memory is short."""
+        self.drain()
         size = size_class(nbytes)
         slot = self._find_free(size) or self._carve(size)
-        if not slot.resident:
-            self._take_pages(slot, self.resident_bytes)
-            slot.resident = True
+        if not slot.is_resident:
+            try:
+                self._take_pages(slot, self.resident_bytes)
+            except BaseException:
+                self._free[slot.nbytes].append(slot)
+                raise
+            slot.is_resident = True
             self.resident_bytes += slot.nbytes
-        slot.users = 1
+        slot.is_used = True
         return slot
 
     def give_soon(self, slot: Slot) -> None:
-        """One user less. Safe in finalizers and in any thread: takes effect at the next `take`."""
+        """It is free. Safe in finalizers and in any thread: takes effect at the next `take`."""
         self._returned.append(slot)
 
     def give(self, slot: Slot) -> None:
-        """One user less; a slot without users is free."""
-        slot.users -= 1
-        if slot.users > 0:
+        """It is free: its user is gone."""
+        if not slot.is_used or self._is_closed:
             return
+        slot.is_used = False
         self._free[slot.nbytes].append(slot)
         self.idle_bytes += slot.nbytes
-        if self.idle_bytes > self._idle_cap:
-            self._give_back()
+        self._give_back(self._idle_cap)
 
-    def _drain(self) -> None:
+    def give_back_idle(self) -> None:
+        """Memory is short: whatever lies idle goes back to the system."""
+        self.drain()
+        self._give_back(0)
+
+    def drain(self) -> None:
+        """Take note of what finalizers have given."""
         while self._returned:
             self.give(self._returned.popleft())
 
+    def close(self) -> None:
+        """Let go of everything. Memory goes with its last view; slots that are given later go nowhere."""
+        self._is_closed = True
+        for segment in self.segments:
+            segment.close()
+        self.segments.clear()
+        self._free.clear()
+        self._chunk = None
+        self.resident_bytes = self.idle_bytes = 0
+
     def _find_free(self, size: int) -> Slot | None:
         free = self._free.get(size)
-        if not free:
-            wider = (
-                [s for s, slots in self._free.items() if slots and size < s <= 2 * size]
-                if size > FIRST_CHUNK
-                else []
-            )
+        if not free and size > FIRST_CHUNK:
+            wider = [s for s, slots in self._free.items() if slots and size < s <= 2 * size]
             free = self._free[min(wider)] if wider else None
         if not free:
             return None
         slot = free.pop()
-        if slot.resident:
+        if slot.is_resident:
             self.idle_bytes -= slot.nbytes
         return slot
 
@@ -113,12 +132,20 @@ class Arena:
         if size > LAST_CHUNK // 4:
             return Slot(self._new_segment(size), 0, size)
         if self._chunk is None or self._chunk_used + size > self._chunk.nbytes:
-            largest = self._chunk.nbytes if self._chunk is not None else FIRST_CHUNK // 2
-            chunk = self._new_segment(max(min(2 * largest, LAST_CHUNK), size_class(2 * size)))
+            chunk = self._new_chunk(size)
+            self._give_back_rest()
             self._chunk, self._chunk_used = chunk, 0
         slot = Slot(self._chunk, self._chunk_used, size)
         self._chunk_used += size
         return slot
+
+    def _new_chunk(self, size: int) -> Any:
+        """Twice as large as the last, or where memory is too short for that, just enough."""
+        last = self._chunk.nbytes if self._chunk is not None else FIRST_CHUNK // 2
+        try:
+            return self._new_segment(max(min(2 * last, LAST_CHUNK), size_class(2 * size)))
+        except MemoryExhaustedError:
+            return self._new_segment(size)
 
     def _new_segment(self, nbytes: int) -> Any:
         segment = self._make_segment(self.next_number(), nbytes, self.resident_bytes)
@@ -126,11 +153,20 @@ class Arena:
         self.resident_bytes += nbytes
         return segment
 
-    def _give_back(self) -> None:
+    def _give_back_rest(self) -> None:
+        """The end of a chunk that was too short for the request is never carved."""
+        if self._chunk is not None and self._chunk_used < self._chunk.nbytes:
+            rest = self._chunk.nbytes - self._chunk_used
+            self._chunk.give_back(self._chunk_used, rest)
+            self.resident_bytes -= rest
+
+    def _give_back(self, cap: int) -> None:
+        if self.idle_bytes <= cap:
+            return
         for size in sorted(self._free, reverse=True):
             for slot in self._free[size]:
-                if slot.resident and self.idle_bytes > self._idle_cap:
+                if slot.is_resident and self.idle_bytes > cap:
                     slot.segment.give_back(slot.offset, slot.nbytes)
-                    slot.resident = False
+                    slot.is_resident = False
                     self.idle_bytes -= slot.nbytes
                     self.resident_bytes -= slot.nbytes

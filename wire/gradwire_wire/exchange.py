@@ -5,38 +5,50 @@
                        else: one copy into a slot of this process's arena
     borrow  header  ─► bytes in the message: a copy;  in a segment: a leased view, no copy
 
-A lock guards the arena, the loans and the tether. Finalizers never take it: they mark a ledger or
-append to a deque (see segments.py). Nothing here is specific to client or worker.
+A lock guards the arena, the loans and the tether; nobody waits while holding it, and nobody's
+finalizers run under it but our own. Those never take it: they mark a ledger or append to a deque
+(see segments.py). Nothing here is specific to client or worker.
+
+*Two live loans to one peer never share a page*: its private copies of a page end with the loan that made
+them, and what one view wrote another must not see. So memory that is lent by reference already is copied
+when it is lent again.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import threading
-from typing import Any, Sequence
+import time
+import weakref
+from typing import Any, Sequence, Union
 
 import numpy as np
 
 from gradwire_wire import messages
 from gradwire_wire.arena import Arena, Slot
 from gradwire_wire.carriers import Carrier
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ClosedError, MemoryExhaustedError, ProtocolError, UnsupportedTensorError
 from gradwire_wire.headers import IS_COPIED, Header, checked_header, packed
 from gradwire_wire.leases import Loans
 from gradwire_wire.segments import (
     ForeignSegment,
+    Lease,
     Ledger,
     OwnSegment,
     SharingUnavailableError,
     holder_of,
     take_memory,
 )
-from gradwire_wire.tether import Tether
+from gradwire_wire.tether import Tether, TetherClosedError
 
-__all__ = ["Exchange", "Memory", "SlotHolder"]
+__all__ = ["Exchange", "Memory", "SlotHolder", "close_all"]
 
 INLINE_BYTES = 4096
 """Tensors up to a page travel inside the message: copying them twice is cheaper than a lease."""
+COLLECT_S = 0.25
+"""How long peers may take to collect their garbage when memory is short."""
 
 
 class Memory:
@@ -65,27 +77,60 @@ class Memory:
         with self.lock:
             if peer in self._peers:
                 self._peers.remove(peer)
-            for thing in peer.loans.end():
-                self.release(thing)
+            peer.release(peer.loans.end())
 
     def take(self, nbytes: int) -> Slot:
-        """A slot (lock held). Looks for returned loans of every peer before it asks the system for more."""
-        for peer in self._peers:
-            peer.settle()
-        return self.arena.take(nbytes)
+        """A slot; takes the lock. Where memory is short, what garbage holds here and at the peers is freed first.
 
-    def release(self, thing: Any) -> None:
-        """One loan less (lock held): of a slot, or of memory that was passed on."""
-        if type(thing) is Slot:
-            self.arena.give(thing)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A numpy array that lies in shared memory already; its slot is free when its last view is gone."""
-        dtype = np.dtype(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        Raises MemoryExhaustedError, or SharingUnavailableError where no memory can be shared at all.
+        """
+        try:
+            return self._take(nbytes)
+        except MemoryExhaustedError:
+            pass
+        gc.collect()
         with self.lock:
-            slot = self.take(max(nbytes, 1))
+            asked = [peer for peer in self._peers if peer.ask_to_collect()]
+        deadline = time.monotonic() + (COLLECT_S if asked else 0)
+        while True:
+            try:
+                return self._take(nbytes, is_short=True)
+            except MemoryExhaustedError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.005)
+
+    def _take(self, nbytes: int, is_short: bool = False) -> Slot:
+        """Looks for returned loans of every peer before it asks the system for more."""
+        with self.lock:
+            for peer in self._peers:
+                peer.settle()
+            if is_short:
+                self.arena.give_back_idle()
+            return self.arena.take(nbytes)
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray:
+        """A numpy array that lies in shared memory already; its slot is free when its last view is gone.
+
+        An ordinary array where memory cannot be shared. Like all shared memory it stays shared after ``fork``.
+        """
+        dtype = np.dtype(dtype)
+        shape = tuple(shape) if np.iterable(shape) else (shape,)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not self.is_shared or nbytes <= 0:
+            return np.empty(shape, dtype)
+        try:
+            slot = self.take(nbytes)
+        except SharingUnavailableError:
+            self.is_shared = False
+            return np.empty(shape, dtype)
         return slot.segment.held_array(shape, dtype, slot.offset, SlotHolder(self.arena, slot))
+
+    def close(self) -> None:
+        """Nothing is lent any more. Memory goes with its last view, here and at the peers."""
+        with self.lock:
+            self.is_shared = False
+            self.arena.close()
 
 
 class SlotHolder:
@@ -100,6 +145,9 @@ class SlotHolder:
         self.arena.give_soon(self.slot)
 
 
+Holder = Union[SlotHolder, Lease]
+
+
 class Exchange:
     """What this process has lent to one peer and borrowed from it.
 
@@ -107,9 +155,12 @@ class Exchange:
     """
 
     def __init__(self, memory: Memory, tether: Tether, marks: Ledger, ours: Ledger) -> None:
-        self._memory, self._tether, self._ours = memory, tether, ours
+        self._memory, self._ours = memory, ours
+        self._tether: Tether | None = tether
+        self._can_lend = marks.is_shared
         self.loans = Loans(marks)
-        self._announced: dict[Any, int] = {}  # segment (own or foreign) -> the number the peer knows it by
+        self._announced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._passed: set[Holder] = set()  # lent by reference
         self._theirs: dict[int, ForeignSegment] = {}
         self.copied_bytes = 0
         memory.join(self)
@@ -121,6 +172,9 @@ class Exchange:
 
         MemoryExhaustedError where a slot cannot be had: nothing is lent then.
         """
+        if len(self.loans):
+            with self._memory.lock:
+                self.settle()
         headers: list[Any] = []
         try:
             for carrier in carriers:
@@ -132,69 +186,92 @@ class Exchange:
 
     def _header(self, carrier: Carrier, frames: list[Any]) -> Header:
         array, dtype, _ = carrier
-        if array.nbytes <= INLINE_BYTES:
+        nbytes = array.nbytes
+        if nbytes <= INLINE_BYTES:
             return Header(array.tobytes(), 0, 0, array.shape, None, dtype)
-        if self._memory.is_shared:
+        if self._memory.is_shared and self._can_lend:
             header = self._by_reference(carrier) or self._copied(carrier)
             if header is not None:
                 return header
+        if nbytes > messages.MAX_FRAME:
+            raise MemoryExhaustedError(
+                f"{nbytes} bytes cannot travel in a message ({messages.MAX_FRAME} free), and memory cannot be shared "
+                "with this peer. Send smaller pieces"
+            )
         frames.append(array.tobytes())
-        self.copied_bytes += array.nbytes
+        self.copied_bytes += nbytes
         return Header((len(frames) - 1,), 0, 0, array.shape, None, dtype)
 
     def _copied(self, carrier: Carrier) -> Header | None:
+        """A header for a copy in a slot of ours; None where it must travel in the message."""
         array, dtype, _ = carrier
-        strides = dense_strides(array)
         try:
-            with self._memory.lock:
-                slot = self._memory.take(array.nbytes)
-                loan = self.loans.lend(slot)
-                if not loan:
-                    self._memory.release(slot)
-                    return None
-                number = self._announce(slot.segment)
+            slot = self._memory.take(array.nbytes)
         except SharingUnavailableError:
             self._memory.is_shared = False
             return None
+        number = loan = 0
+        strides = dense_strides(array)
         steps = None if strides is None else tuple(s * array.itemsize for s in strides)
-        np.copyto(slot.segment.array(array.shape, array.dtype, slot.offset, steps), array)
+        try:
+            np.copyto(slot.segment.array(array.shape, array.dtype, slot.offset, steps), array)
+            with self._memory.lock:
+                number = self._announce(slot.segment)
+                loan = self.loans.lend(slot) if number else 0
+        finally:
+            if not loan:
+                self._memory.arena.give_soon(slot)
         self.copied_bytes += array.nbytes
-        return Header(number, slot.offset, loan, array.shape, strides, dtype)
+        return Header(number, slot.offset, loan, array.shape, strides, dtype) if loan else None
 
     def _by_reference(self, carrier: Carrier) -> Header | None:
         """A header for memory that can be mapped by the peer already, if this is such memory."""
         array, dtype, _ = carrier
         holder = holder_of(array)
-        if holder is None or any(s < 0 or s % array.itemsize for s in array.strides):
+        if holder is None:
             return None
         if type(holder) is SlotHolder:
             segment, flags = holder.slot.segment, 0
-        else:  # a lease on another process's slot: passed on, unless it was written here
+        else:  # a lease on another process's slot: passed on, unless it was or may yet be written
             segment, flags = holder.segment, IS_COPIED
-            if segment.is_changed(holder.offset, holder.nbytes):
+            if not holder.owned or segment.is_changed(holder.offset, holder.nbytes):
                 return None
         offset = array.__array_interface__["data"][0] - segment.address
+        if any(s < 0 or s % array.itemsize for s in array.strides) or offset % array.itemsize:
+            return None
         with self._memory.lock:
-            loan = self.loans.lend(array)
+            number = 0 if holder in self._passed else self._announce(segment)
+            loan = self.loans.lend(holder) if number else 0
             if not loan:
                 return None
-            number = self._announce(segment)
+            self._passed.add(holder)
         strides = None if array.flags.c_contiguous else tuple(s // array.itemsize for s in array.strides)
         return Header(number, offset, loan, array.shape, strides, dtype, flags=flags)
 
     def _announce(self, segment: Any) -> int:
-        """The number the peer knows a segment by; its descriptor is sent along the first time (lock held)."""
-        number = self._announced.get(segment)
-        if number is None:
+        """The number the peer knows a segment by; its descriptor is sent along the first time (lock held).
+
+        0 where that cannot be done at once: the peer does not read its tether, or is gone.
+        """
+        number = self._announced.get(segment, 0)
+        if not number and segment.fd >= 0 and self._tether is not None:
             number = segment.number if type(segment) is OwnSegment else self._memory.arena.next_number()
-            self._tether.send(messages.Segment(number, segment.nbytes), [segment.fd])
+            if not self._tether.send_nowait(messages.Segment(number, segment.nbytes), [segment.fd]):
+                return 0
             self._announced[segment] = number
         return number
 
     def settle(self) -> None:
         """Take note of what the peer has returned (lock held)."""
-        for thing in self.loans.settle():
-            self._memory.release(thing)
+        self.release(self.loans.settle())
+
+    def release(self, things: Sequence[Any]) -> None:
+        """These are not lent to this peer any more (lock held)."""
+        for thing in things:
+            if type(thing) is Slot:
+                self._memory.arena.give(thing)
+            else:
+                self._passed.discard(thing)
 
     def take_back(self, headers: Sequence[Any]) -> None:
         """These headers were never sent: their loans end as if the peer had returned them."""
@@ -202,64 +279,140 @@ class Exchange:
             if header is not None and header[2]:
                 self.loans.mark_returned(header[2])
 
+    def ask_to_collect(self) -> bool:
+        """Where the peer has loans: have it collect its garbage, for that may hold them (lock held)."""
+        tether = self._tether
+        return len(self.loans) > 0 and tether is not None and tether.send_nowait(messages.Collect())
+
     # -- borrowing -------------------------------------------------------------------------------
+
+    def borrow_all(self, headers: Sequence[Any], frames: Sequence[bytes]) -> list[Carrier | None]:
+        """`borrow` for all tensors of a message: where one is refused, the others are returned."""
+        carriers: list[Carrier | None] = []
+        try:
+            for raw in headers:
+                carriers.append(None if raw is None else self.borrow(raw, frames))
+        except BaseException:
+            self.decline(headers[len(carriers) + 1 :])
+            raise
+        return carriers
 
     def borrow(self, raw: Any, frames: Sequence[bytes]) -> Carrier:
         """A leased view of what a received header describes, or a copy if the bytes came along.
 
-        Always writable: what is written stays in this process. ProtocolError where the header is wrong.
+        Always writable: what is written stays in this process. ProtocolError where the header is wrong,
+        MemoryExhaustedError where this process has no room to see it.
         """
         h = checked_header(raw, self._nbytes_of, len(frames))
-        if type(h.place) is int:
-            segment = self._theirs[h.place]
-            nbytes = h.nbytes
-            steps = None if h.strides is None else tuple(s * h.dtype.itemsize for s in h.strides)
-            if nbytes == 0 or not 0 < h.loan < Ledger.ENTRIES - 8:
-                raise ProtocolError(f"a header with {nbytes} bytes in a segment and loan {h.loan}")
-            view = segment.view(h.shape, h.dtype.carrier, h.byte_offset, steps, h.loan, nbytes, self._ours)
-            return Carrier(view, h.dtype, bool(h.flags & IS_COPIED))
-        data = h.place if type(h.place) is bytes else frames[h.place[0]]
+        place = h.place
+        if type(place) is int:
+            return self._leased(h, place)
+        data = place if type(place) is bytes else frames[place[0]]  # type: ignore[index]
         if len(data) != h.nbytes:
             raise ProtocolError(f"{len(data)} bytes in a frame whose header describes {h.nbytes}")
-        return Carrier(np.frombuffer(bytearray(data), h.dtype.carrier).reshape(h.shape), h.dtype, True)
+        try:
+            array = np.frombuffer(bytearray(data), h.dtype.carrier).reshape(h.shape)
+        except ValueError as error:
+            raise _not_here(h, error) from error
+        return Carrier(array, h.dtype, True)
 
-    def decline(self, headers: Sequence[Any], frames: Sequence[bytes]) -> None:
-        """Return what a message lends without looking at it: nobody waits for it any more."""
+    def _leased(self, h: Header, number: int) -> Carrier:
+        segment = self._theirs.get(number)
+        if segment is None:
+            raise ClosedError("the connection was closed while its reply was read")
+        if not 0 < h.loan < Ledger.LOANS:
+            raise ProtocolError(f"a header in a segment, with loan {h.loan}")
+        if not segment.is_mapped:
+            self._map(segment, h.loan)
+        lease = Lease(segment, h.byte_offset, h.nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
+        steps = None if h.strides is None else tuple(s * h.dtype.itemsize for s in h.strides)
+        try:
+            return Carrier(segment.view(h.shape, h.dtype.carrier, steps, lease), h.dtype, lease.owned)
+        except ValueError as error:
+            raise _not_here(h, error) from error
+
+    def _map(self, segment: ForeignSegment, loan: int) -> None:
+        try:
+            with self._memory.lock:
+                if not segment.is_mapped:
+                    segment.map()
+        except MemoryExhaustedError:
+            self._ours.mark(loan)  # never looked at
+            raise
+
+    def decline(self, headers: Sequence[Any]) -> None:
+        """Return what a message lends without looking at it: nobody wants it any more."""
         for raw in headers:
-            if raw is not None:
-                self.borrow(raw, frames)
+            if type(raw) is list and len(raw) == 8 and type(raw[0]) is int:
+                loan = raw[2]
+                if type(loan) is int and 0 < loan < Ledger.LOANS:
+                    self._ours.mark(loan)
 
     def _nbytes_of(self, number: int) -> int:
         segment = self._theirs.get(number)
         if segment is None:
-            with self._memory.lock:
+            try:
                 self.receive_segments()
+            except TetherClosedError:  # what it had said before it ended has been read all the same
+                pass
             segment = self._theirs.get(number)
+            if segment is None and self._tether is None:
+                raise ClosedError("the connection was closed while its reply was read")
             if segment is None:
                 raise ProtocolError(f"segment {number} was never announced")
         return segment.nbytes
 
     def receive_segments(self) -> None:
-        """Read all that lies in the tether (lock held). TetherClosedError at its end."""
-        while True:
-            received = self._tether.receive(0)
-            if received is None:
-                return
-            message, descriptors = received
-            if (
-                type(message) is not messages.Segment
-                or len(descriptors) != 1
-                or message.number in self._theirs
-            ):
-                close_all(descriptors)
-                raise ProtocolError(f"unexpected on the tether: {message!r:.80}")
-            self._theirs[message.number] = ForeignSegment(descriptors[0], message.nbytes)
+        """Read all that lies in the tether, and do what it asks; takes the lock. TetherClosedError at its end."""
+        is_short = False
+        with self._memory.lock:
+            while self._tether is not None:
+                received = self._tether.receive(0)
+                if received is None:
+                    break
+                message, descriptors = received
+                if type(message) is messages.Collect and not descriptors:
+                    is_short = True
+                elif (
+                    type(message) is messages.Segment
+                    and len(descriptors) == 1
+                    and message.number not in self._theirs
+                ):
+                    self._theirs[message.number] = ForeignSegment(descriptors[0], message.nbytes)
+                else:
+                    close_all(descriptors)
+                    raise ProtocolError(f"unexpected on the tether: {message!r:.80}")
+        if is_short:
+            gc.collect()
+            with self._memory.lock:
+                self.settle()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """This process is done with a peer that may live on.
+
+        Our end of the tether stays open until the last view of the peer's memory is gone, since its end would
+        tell the peer that nobody looks there any more. What the peer has borrowed stays lent until `end`.
+        """
+        with self._memory.lock:
+            for segment in self._theirs.values():
+                segment.until_unused = self._tether
+            self._theirs.clear()
+            self._tether = None
 
     def end(self) -> None:
         """The peer is gone. Views of its memory stay valid; what it had borrowed is free again."""
         self._memory.leave(self)
         self._announced.clear()
         self._theirs.clear()
+        self._passed.clear()
+
+
+def _not_here(h: Header, error: Exception) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"numpy {np.__version__} here cannot have an array of shape {h.shape}: {error}"
+    )
 
 
 def close_all(descriptors: Sequence[int]) -> None:

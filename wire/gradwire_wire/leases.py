@@ -12,7 +12,7 @@ __all__ = ["Loans"]
 
 
 class _Marks(Protocol):
-    ENTRIES: int
+    LOANS: int
 
     def clear(self, loan: int) -> None: ...
     def mark(self, loan: int) -> None: ...
@@ -20,11 +20,11 @@ class _Marks(Protocol):
 
 
 class Loans:
-    """Loan 0 is "no loan"; the last 8 entries of a ledger are not loans."""
+    """Loan 0 is "no loan"; so is what lies from the ledger's LOANS on."""
 
     def __init__(self, ledger: _Marks) -> None:
         self._ledger = ledger
-        self._free = list(range(ledger.ENTRIES - 9, 0, -1))
+        self._free = list(range(ledger.LOANS - 1, 0, -1))
         self._lent: dict[int, Any] = {}
         self._highest = 0
 
@@ -36,6 +36,7 @@ class Loans:
         if not self._free:
             return 0
         loan = self._free.pop()
+        self._ledger.clear(loan)  # the peer may have marked what it never had
         self._lent[loan] = thing
         self._highest = max(self._highest, loan)
         return loan

@@ -1,4 +1,4 @@
-"""What client and worker say to each other about calls, and the tether's four sentences.
+"""What client and worker say to each other about calls, and the tether's five sentences.
 
 A message is the msgpack array ``[kind, *fields]``; `pack` and `unpack` are each other's inverse.
 Every field of a received message has been through its checker before anybody sees it. Pure.
@@ -19,6 +19,7 @@ __all__ = [
     "KEEP_ROWS",
     "PROTOCOL",
     "Call",
+    "Collect",
     "Done",
     "Failed",
     "Hello",
@@ -35,6 +36,8 @@ __all__ = [
 
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 20
+MAX_FRAME = 1 << 30
+"""Bytes of one frame of any kind: a tensor that cannot be shared is a frame."""
 KEEP_NOTHING, KEEP, KEEP_ROWS = 0, 1, 2
 ACCUMULATE, ANCHORED, EAGER, TRACED = 1, 2, 4, 8
 """Flags of a call: pullbacks add to the module's own gradients; operand 0 is the anchor; compile=False; compile=True."""
@@ -154,6 +157,10 @@ class Segment(NamedTuple):
     nbytes: int
 
 
+class Collect(NamedTuple):
+    """Tether, either side: I am short of memory, collect your garbage, for it may hold loans of mine."""
+
+
 KINDS: dict[int, type] = {
     1: Load,
     2: Call,
@@ -166,6 +173,7 @@ KINDS: dict[int, type] = {
     33: Welcome,
     34: Refused,
     35: Segment,
+    36: Collect,
 }
 _CODES = {cls: code for code, cls in KINDS.items()}
 

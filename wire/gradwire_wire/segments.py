@@ -13,7 +13,7 @@ Two rules keep that right.
 
 1. *A slot is rewritten only after its last view is gone.* Every view is an ndarray over a `_Span`, an
    object that exports the mapping's buffer. numpy, torch and JAX keep the exporter of a buffer alive
-   until their last alias dies; then ``_Span.__del__`` stores 1 into the lease's byte of the *ledger*,
+   until their last alias dies; then ``Lease.__del__`` stores 1 into the lease's byte of the *ledger*,
    a small shared page of bytes. The owner looks there before it reuses the slot. No message and no
    lock: a finalizer runs in any thread, in the middle of anything.
 2. *A private copy must not outlive its lease*, or it would hide the next tenant's data. Before the
@@ -34,21 +34,31 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
-import resource
 import stat
 import weakref
 from functools import lru_cache
-from typing import Any
+from typing import Any, Sequence
 
 import numpy as np
 
-from gradwire_wire.budget import Reading, room_for
+from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
+from gradwire_wire.machine import read_memory
 
-__all__ = ["ForeignSegment", "Ledger", "OwnSegment", "SharingUnavailableError", "holder_of", "take_memory"]
+__all__ = [
+    "ForeignSegment",
+    "Lease",
+    "Ledger",
+    "OwnSegment",
+    "SharingUnavailableError",
+    "holder_of",
+    "read_memory",
+    "take_memory",
+]
 
 PAGE = mmap.PAGESIZE
 STEP = 16 << 20
@@ -60,6 +70,7 @@ MAP_NORESERVE = 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _madvise = _libc.madvise
 _getpid = os.getpid
@@ -73,59 +84,22 @@ class SharingUnavailableError(Exception):
 
 def _memfd(name: str) -> int:
     try:
-        if hasattr(os, "memfd_create"):
-            return os.memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING)
-        fd = _libc.memfd_create(name.encode(), MFD_CLOEXEC | MFD_ALLOW_SEALING)  # conda and uv builds
-    except (OSError, AttributeError) as error:
+        return _create_memfd(name)
+    except AttributeError as error:
+        raise SharingUnavailableError("this system has no memfd_create") from error
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise MemoryExhaustedError(f"no further shared memory can be opened: {error}") from error
         raise SharingUnavailableError(str(error)) from error
+
+
+def _create_memfd(name: str) -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING)
+    fd = int(_libc.memfd_create(name.encode(), MFD_CLOEXEC | MFD_ALLOW_SEALING))  # conda and uv builds
     if fd < 0:
-        raise SharingUnavailableError(os.strerror(ctypes.get_errno()))
-    return int(fd)
-
-
-def read_memory() -> Reading:
-    """What the machine, the control group and the limits say about memory right now."""
-    fields = {}
-    try:
-        with open("/proc/meminfo") as lines:
-            fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    except (OSError, ValueError, IndexError):
-        pass
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    mapped = 0
-    if address_space != resource.RLIM_INFINITY:
-        try:
-            with open("/proc/self/statm") as statm:
-                mapped = int(statm.read().split()[0]) * PAGE
-        except (OSError, ValueError):
-            pass
-    return Reading(
-        available=fields.get("MemAvailable"),
-        group_limit=_group_number("memory.max"),
-        group_used=_group_number("memory.current"),
-        address_space=None if address_space == resource.RLIM_INFINITY else address_space,
-        mapped=mapped,
-    )
-
-
-@lru_cache(maxsize=1)
-def _group_folder() -> str | None:
-    try:
-        with open("/proc/self/cgroup") as lines:
-            for line in lines:
-                if line.startswith("0::"):
-                    return "/sys/fs/cgroup" + line[3:].strip()
-    except OSError:
-        pass
-    return None
-
-
-def _group_number(name: str) -> int | None:
-    try:
-        with open(f"{_group_folder()}/{name}") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return None
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 def take_memory(fd: int, offset: int, nbytes: int, limit: int | None = None, used: int = 0) -> None:
@@ -142,14 +116,31 @@ def take_memory(fd: int, offset: int, nbytes: int, limit: int | None = None, use
     try:
         for start in range(offset, offset + nbytes, STEP):
             os.posix_fallocate(fd, start, min(STEP, offset + nbytes - start))
-    except OSError as error:
+    except BaseException as error:
         _libc.fallocate(fd, FALLOC_KEEP_SIZE_PUNCH_HOLE, offset, nbytes)
+        if not isinstance(error, OSError):
+            raise
         raise MemoryExhaustedError(
-            f"{nbytes} bytes of shared memory needed, the system refused: {error}"
+            f"{nbytes} bytes of shared memory needed, {free} free ({why}), but the system refused: {error}"
         ) from error
 
 
-class OwnSegment:
+class _Descriptor:
+    """Something with a descriptor of its own, closed by `close` or with the object."""
+
+    fd = -1
+
+    def close(self) -> None:
+        """Close the descriptor; a mapping stays until its last view is gone. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class OwnSegment(_Descriptor):
     """Memory of ours that others may map. Shared mapping; lives until closed and its views are gone."""
 
     def __init__(self, number: int, nbytes: int, *, limit: int | None = None, used: int = 0) -> None:
@@ -161,10 +152,10 @@ class OwnSegment:
             fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
             self._map = mmap.mmap(self.fd, nbytes)
         except BaseException as error:
-            os.close(self.fd)
-            if isinstance(error, OSError):
+            self.close()
+            if isinstance(error, (OSError, OverflowError)):
                 raise MemoryExhaustedError(
-                    f"a segment of {nbytes} bytes cannot be mapped: {error}"
+                    f"{nbytes} bytes of shared memory needed, the system refused: {error}"
                 ) from error
             raise
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -186,69 +177,86 @@ class OwnSegment:
         """Return the pages of an idle slot to the system (they read as zeros until taken again)."""
         _libc.fallocate(self.fd, FALLOC_KEEP_SIZE_PUNCH_HOLE, offset, nbytes)
 
-    def close(self) -> None:
-        """Close the descriptor; the mapping goes with its last view."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
+class ForeignSegment(_Descriptor):
+    """Memory of another process, mapped privately: what is written here nobody else ever sees.
 
-class ForeignSegment:
-    """Memory of another process, mapped privately: what is written here nobody else ever sees."""
+    Mapped at the first view, so that being told of memory costs none. ``until_unused``: something that
+    lives as long as any view of this segment.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Takes over the descriptor. ProtocolError where it could be pulled from under our feet."""
+        self.fd, self.nbytes = fd, nbytes
         try:
             status = os.fstat(fd)
             sealed = fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK
-            if not stat.S_ISREG(status.st_mode) or not sealed or nbytes <= 0 or status.st_size < nbytes:
-                raise ProtocolError(f"a segment must be a sealed memory file of {nbytes} bytes or more")
-            self._map = mmap.mmap(
-                fd, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        except OSError as error:
+            self.close()
+            raise ProtocolError(f"a received descriptor is no memory file: {error}") from error
+        if not stat.S_ISREG(status.st_mode) or not sealed or nbytes <= 0 or status.st_size < nbytes:
+            self.close()
+            raise ProtocolError(f"a segment must be a sealed memory file of {nbytes} bytes or more")
+        self._map: Any = None
+        self.address = 0
+        self.leases: dict[int, tuple[int, int]] = {}  # loan -> (offset, nbytes), for fork
+        self.until_unused: Any = None
+        self._pid = _getpid()
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether `view` may be called."""
+        return self._map is not None
+
+    def map(self) -> None:
+        """Map it, once (callers see to that). MemoryExhaustedError where this process has no room."""
+        try:
+            made = mmap.mmap(
+                self.fd,
+                self.nbytes,
+                flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         except OSError as error:
-            os.close(fd)
-            raise ProtocolError(f"a received descriptor cannot be mapped as a segment: {error}") from error
-        except BaseException:
-            os.close(fd)
-            raise
-        self.fd, self.nbytes = fd, nbytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.leases: dict[int, tuple[int, int]] = {}  # loan -> (offset, nbytes), for fork
-        self._pid = _getpid()
-        self._span = _span_type(nbytes)
-        _madvise(self.address, nbytes, MADV_POPULATE_READ)
+            free, why = room_for(read_memory(), None, 0)
+            raise MemoryExhaustedError(
+                f"{self.nbytes} bytes of address space needed to see a tensor of the other side, {free} free "
+                f"({why}): {error}"
+            ) from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(made))
+        self._span = _span_type(self.nbytes)
+        _libc.munlock(self.address, self.nbytes)  # after mlockall() every page here would be a private copy
+        _madvise(self.address, self.nbytes, MADV_DONTNEED)
+        _madvise(self.address, self.nbytes, MADV_POPULATE_READ)
         _foreign.add(self)
+        self._map = made
 
     def view(
-        self,
-        shape: tuple[int, ...],
-        dtype: Any,
-        offset: int,
-        strides: tuple[int, ...] | None,
-        loan: int,
-        nbytes: int,
-        ledger: Ledger,
+        self, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None, lease: Lease
     ) -> np.ndarray:
-        """A leased view: private, writable, valid while any alias of it lives. ``strides`` in bytes."""
-        self.leases[loan] = (offset, nbytes)
+        """A view of what was leased: private, writable, valid while any alias of it lives. ``strides`` in bytes."""
         span = self._span.from_buffer(self._map)
-        span.held = _Lease(self, offset, nbytes, loan, ledger)
-        return np.ndarray(shape, dtype, span, offset, strides)
+        span.held = lease
+        return np.ndarray(shape, dtype, span, lease.offset, strides)
 
     def is_changed(self, offset: int, nbytes: int) -> bool:
         """Whether any page of the range was privately written (True where that cannot be known)."""
         return _has_private_pages(self.address + offset, nbytes)
 
-    def end_lease(self, offset: int, nbytes: int, loan: int, ledger: Ledger) -> None:
-        """Called by finalizers: drop private pages, then let the owner have the slot."""
+    def end_lease(self, lease: Lease) -> None:
+        """Called by finalizers: drop private pages, then let the owner have the slot.
+
+        Where they cannot be dropped the slot stays leased: lost memory is better than wrong numbers.
+        """
         if _leaving or self._pid != _getpid():
             return
-        start = offset & -PAGE
+        offset, nbytes = lease.offset, lease.nbytes
         if _has_private_pages(self.address + offset, nbytes):
-            _madvise(self.address + start, offset + nbytes - start, MADV_DONTNEED)
-        self.leases.pop(loan, None)
-        ledger.mark(loan)
+            start = offset & -PAGE
+            if _madvise(self.address + start, offset + nbytes - start, MADV_DONTNEED):
+                return
+        self.leases.pop(lease.loan, None)
+        lease.ledger.mark(lease.loan)
 
     def privatise_leases(self) -> None:
         """Before a fork: give every leased page a private copy, which parent and child then share."""
@@ -257,26 +265,24 @@ class ForeignSegment:
             pages = everything[offset & -PAGE : offset + nbytes : PAGE]
             pages[...] = pages.copy()
 
-    def close(self) -> None:
-        """Close the descriptor; the mapping goes with its last view."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
-    def __del__(self) -> None:
-        self.close()
+class Lease:
+    """Held by views: the range of a foreign segment is ours until the last alias is gone.
 
+    owned: the owner made this copy for us and will not write it; False for memory passed by reference.
+    """
 
-class _Lease:
-    """Ends a lease when the last alias of a view is gone."""
+    __slots__ = ("ledger", "loan", "nbytes", "offset", "owned", "segment")
 
-    __slots__ = ("ledger", "loan", "nbytes", "offset", "segment")
-
-    def __init__(self, segment: ForeignSegment, offset: int, nbytes: int, loan: int, ledger: Ledger) -> None:
+    def __init__(
+        self, segment: ForeignSegment, offset: int, nbytes: int, loan: int, ledger: Ledger, owned: bool
+    ) -> None:
         self.segment, self.offset, self.nbytes, self.loan, self.ledger = segment, offset, nbytes, loan, ledger
+        self.owned = owned
+        segment.leases[loan] = (offset, nbytes)
 
     def __del__(self) -> None:
-        self.segment.end_lease(self.offset, self.nbytes, self.loan, self.ledger)
+        self.segment.end_lease(self)
 
 
 @lru_cache(maxsize=None)
@@ -293,7 +299,7 @@ class _Held:
 
 
 def holder_of(array: np.ndarray) -> Any:
-    """What keeps an array's memory: a `_Lease`, the holder given to `held_array`, or None for other memory."""
+    """What keeps an array's memory: a `Lease`, the holder given to `held_array`, or None for other memory."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base
@@ -324,32 +330,67 @@ def _read_pagemap(first: int, count: int) -> np.ndarray | None:
         _pagemap[pid] = fd
     if fd < 0:
         return None
-    raw = os.pread(fd, count * 8, first * 8)
+    try:
+        raw = os.pread(fd, count * 8, first * 8)
+    except OSError:
+        return None
     return np.frombuffer(raw, np.uint64) if len(raw) == count * 8 else None
 
 
-class Ledger:
-    """A page of bytes shared by lender and borrower: entry n is 1 once loan n has been returned."""
+class Ledger(_Descriptor):
+    """A page of bytes shared by lender and borrower: entry n is 1 once loan n has been returned.
+
+    The last `CANCELLED` of 8 bytes each hold ids of calls that nobody waits for any more, each id in the
+    place it has modulo their number. Where memory cannot be shared, a ledger is this process's own: then
+    nothing can be lent on it (``is_shared``) and cancelling has no effect.
+    """
 
     ENTRIES = 1 << 16
+    CANCELLED = 64
+    LOANS = ENTRIES - 8 * CANCELLED
+    """Loans are the entries 1 .. LOANS - 1."""
 
-    def __init__(self, fd: int | None = None) -> None:
-        """A new ledger, or (taking over ``fd``) one that was received; ProtocolError if unusable."""
-        if fd is None:
+    def __init__(self) -> None:
+        """A new ledger, whose descriptor is to be passed on."""
+        self._map: Any = bytearray(self.ENTRIES)
+        try:
             self.fd = _memfd("gradwire-ledger")
-            os.ftruncate(self.fd, self.ENTRIES)
-            fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-        else:
-            self.fd = fd
+        except SharingUnavailableError:
+            return
+        os.ftruncate(self.fd, self.ENTRIES)
+        fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+        self._share()
+
+    @classmethod
+    def received(cls, descriptors: Sequence[int]) -> Ledger:
+        """The ledger that came with a greeting (takes over the descriptor, if any); ProtocolError if unusable."""
+        ledger = cls.__new__(cls)
+        ledger._map = bytearray(cls.ENTRIES)
+        if descriptors:
+            (ledger.fd,) = descriptors
             try:
-                usable = fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK and os.fstat(fd).st_size == self.ENTRIES
-            except OSError:
-                usable = False
-            if not usable:
-                os.close(fd)
-                raise ProtocolError(f"a ledger must be a sealed memory file of {self.ENTRIES} bytes")
+                sealed = fcntl.fcntl(ledger.fd, F_GET_SEALS) & F_SEAL_SHRINK
+                if not sealed or os.fstat(ledger.fd).st_size != cls.ENTRIES:
+                    raise ProtocolError(f"a ledger must be a sealed memory file of {cls.ENTRIES} bytes")
+                ledger._share()
+            except OSError as error:
+                raise ProtocolError(f"a ledger cannot be mapped: {error}") from error
+            finally:
+                ledger.close()
+        return ledger
+
+    def _share(self) -> None:
         self._map = mmap.mmap(self.fd, self.ENTRIES)
-        os.close(self.fd) if fd is not None else None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the other side sees what is marked here."""
+        return type(self._map) is mmap.mmap
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to pass on with the greeting: one descriptor, or none where memory cannot be shared."""
+        return [self.fd] if self.fd >= 0 else []
 
     def mark(self, loan: int) -> None:
         """Borrower: this loan is over."""
@@ -361,19 +402,20 @@ class Ledger:
 
     def first_marked(self, start: int, stop: int) -> int:
         """Lender: the first marked entry in [start, stop), or -1."""
-        return self._map.find(b"\x01", start, stop)
+        found: int = self._map.find(b"\x01", start, stop)
+        return found
 
     def cancel(self, call_id: int) -> None:
-        """Caller: nobody waits for this call any more (the last 8 bytes hold the latest such id)."""
-        self._map[-8:] = call_id.to_bytes(8, "little")
+        """Caller: nobody waits for this call any more."""
+        self._map[self._place_of(call_id)] = call_id.to_bytes(8, "little")
 
-    def cancelled(self) -> int:
-        """Worker: the latest call that nobody waits for any more."""
-        return int.from_bytes(self._map[-8:], "little")
+    def is_cancelled(self, call_id: int) -> bool:
+        """Worker: whether nobody waits for this call any more."""
+        return bool(self._map[self._place_of(call_id)] == call_id.to_bytes(8, "little"))
 
-    def close_descriptor(self) -> None:
-        """After the descriptor was passed on; the mapping stays."""
-        os.close(self.fd)
+    def _place_of(self, call_id: int) -> slice:
+        start = self.LOANS + 8 * (call_id % self.CANCELLED)
+        return slice(start, start + 8)
 
 
 def _privatise_all() -> None:

@@ -18,7 +18,7 @@ from typing import Any, Sequence
 import zmq
 import zmq.backend
 
-from gradwire_wire.messages import MAX_MESSAGE
+from gradwire_wire.messages import MAX_FRAME
 
 __all__ = [
     "IN",
@@ -69,7 +69,7 @@ def bind_router(address: str) -> Any:
     socket = context().socket(zmq.ROUTER)
     socket.linger = 0
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 10000)
     socket.bind(address)
@@ -81,7 +81,7 @@ def connect_dealer(address: str, identity: bytes, receive_timeout_ms: int = -1) 
     socket = context().socket(zmq.DEALER)
     socket.linger = 0
     socket.setsockopt(zmq.ROUTING_ID, identity)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.RCVTIMEO, receive_timeout_ms)

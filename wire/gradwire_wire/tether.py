@@ -1,12 +1,15 @@
 """The tether: a Unix ``SOCK_SEQPACKET`` socket between a client process and a worker.
 
 It carries segment descriptors (SCM_RIGHTS), proves who the peer is (SO_PEERCRED), and its end of
-file is the news of a death. A packet that was sent has arrived: whoever meets an unknown segment
-number in a header drains the tether and then either knows the segment or refuses the header.
+file is the news that the peer is dead, or looks at no slot of ours any more. A packet that was sent
+has arrived: whoever meets an unknown segment number in a header drains the tether and then either
+knows the segment or refuses the header.
 """
 
 from __future__ import annotations
 
+import array
+import errno
 import os
 import socket
 import struct
@@ -16,10 +19,13 @@ from typing import Any, Sequence
 from gradwire_wire import messages
 from gradwire_wire.errors import ConnectError, DeadlineError, ProtocolError
 
-__all__ = ["Tether", "TetherClosedError", "connect_tether", "listen_tether"]
+__all__ = ["Tether", "TetherClosedError", "accept_tether", "connect_tether", "listen_tether"]
 
 MAX_PACKET = 4096
 MAX_DESCRIPTORS = 4
+RIGHTS_BYTES = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
+FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
+OVER = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 
 
 class TetherClosedError(Exception):
@@ -31,8 +37,8 @@ class Tether:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        self.peer_pid, self.peer_uid = pid, uid
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self.peer_pid, self.peer_uid, _ = struct.unpack("=iII", credentials)
 
     def fileno(self) -> int:
         """For a poller; -1 once closed."""
@@ -40,53 +46,84 @@ class Tether:
 
     def send(self, message: Any, descriptors: Sequence[int] = (), timeout_s: float = 10.0) -> None:
         """Send one packet; waits while the peer's queue is full. DeadlineError, TetherClosedError."""
-        self._socket.settimeout(timeout_s)
         try:
-            socket.send_fds(self._socket, [messages.pack(message)], list(descriptors))
-        except socket.timeout as error:
+            self._send(message, descriptors, timeout_s)
+        except (BlockingIOError, socket.timeout) as error:
             raise DeadlineError(
                 f"the peer has not read its tether for {timeout_s} s; is it stopped?"
             ) from error
         except OSError as error:
             raise TetherClosedError(str(error)) from error
 
+    def send_nowait(self, message: Any, descriptors: Sequence[int] = ()) -> bool:
+        """Send one packet if that needs no waiting. False: the queue is full, or the peer is gone."""
+        try:
+            self._send(message, descriptors, 0)
+        except OSError as error:
+            if error.errno in FULL or error.errno in OVER:
+                return False
+            raise
+        return True
+
+    def _send(self, message: Any, descriptors: Sequence[int], timeout_s: float) -> None:
+        rights = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        )
+        self._socket.settimeout(timeout_s)
+        self._socket.sendmsg([messages.pack(message)], rights, socket.MSG_NOSIGNAL)
+
     def receive(self, timeout_s: float) -> tuple[Any, list[int]] | None:
         """The next packet and its descriptors, or None after ``timeout_s`` (0: do not wait).
 
         The caller owns the descriptors. TetherClosedError at end of file; ProtocolError for what is no message.
         """
-        self._socket.settimeout(timeout_s)
         try:
-            packet, descriptors, flags, _ = socket.recv_fds(
-                self._socket, MAX_PACKET, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            self._socket.settimeout(timeout_s)
+            packet, rights, flags, _ = self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, socket.timeout):
             return None
         except OSError as error:
             raise TetherClosedError(str(error)) from error
-        if not packet:
-            raise TetherClosedError("the peer closed its end")
+        descriptors = _descriptors_in(rights)
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise ProtocolError("a packet or its descriptors were cut short")
+                raise ProtocolError("a packet or its descriptors were cut short; are too many files open?")
+            if not packet:
+                raise TetherClosedError("the peer closed its end")
             return messages.unpack(packet), descriptors
-        except ProtocolError:
+        except (TetherClosedError, ProtocolError):
             for fd in descriptors:
                 os.close(fd)
             raise
 
     def close(self) -> None:
-        """Close this end; the peer sees end of file."""
+        """Close this end; the peer sees end of file. Idempotent; happens with the object, too."""
         self._socket.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """(`socket.recv_fds` loses the flags it is given, and so the descriptors are inherited.)"""
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
 
 
 def listen_tether(path: str) -> socket.socket:
     """A non-blocking listening socket at ``path`` (its folder is the user's own, mode 0700)."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    listener.bind(path)
-    os.chmod(path, 0o600)
-    listener.listen(128)
-    listener.setblocking(False)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
@@ -94,7 +131,9 @@ def accept_tether(listener: socket.socket) -> Tether | None:
     """The next client that waits, if it is of our own user; None where nobody waits."""
     try:
         sock, _ = listener.accept()
-    except (BlockingIOError, ConnectionAbortedError):
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            time.sleep(0.01)  # it goes on waiting; so may we, but not at full speed
         return None
     tether = Tether(sock)
     if tether.peer_uid not in (os.getuid(), 0):
@@ -104,19 +143,23 @@ def accept_tether(listener: socket.socket) -> Tether | None:
 
 
 def connect_tether(path: str, timeout_s: float) -> Tether:
-    """Connect to a listening worker. ConnectError where nobody listens."""
+    """Connect to a listening worker. ConnectError where nobody listens, DeadlineError where it does not accept."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    sock.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            sock.connect(path)
-            return Tether(sock)
-        except BlockingIOError:  # its backlog is full
-            if time.monotonic() > deadline:
-                sock.close()
-                raise DeadlineError(f"the worker has not accepted a connection for {timeout_s} s") from None
-            time.sleep(0.01)
-        except OSError as error:
-            sock.close()
-            raise ConnectError(f"no worker listens at {path}: {error}") from error
+    try:
+        sock.settimeout(timeout_s)
+        while True:
+            try:
+                sock.connect(path)
+                return Tether(sock)
+            except BlockingIOError:  # its backlog is full
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"the worker has not accepted a connection for {timeout_s} s"
+                    ) from None
+                time.sleep(0.01)
+            except OSError as error:
+                raise ConnectError(f"no worker listens at {path}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise

@@ -28,7 +28,7 @@ from gradwire_wire.errors import (
 from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.messages import Call, Done, Failed, Hello, Load, Refused, Release, Spec, State, Welcome
 from gradwire_wire.segments import Ledger, SharingUnavailableError, read_memory
-from gradwire_wire.structures import fill, flatten
+from gradwire_wire.structures import MAX_CACHED, fill, flatten
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
 from gradwire_wire.words import checked_word, linear_count
 from gradwire_workers import faults
@@ -75,7 +75,7 @@ class Desk:
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._interrupts = Interrupts()
         self._poller = sockets.Poller()
-        self._do: dict[type, Callable[[Session, Any, Sequence[bytes]], Done | None]] = {
+        self._do: dict[type, Callable[[Session, Any, list[Carrier | None]], Done | None]] = {
             Call: self._call,
             Spec: self._spec,
             Load: self._load,
@@ -115,9 +115,8 @@ class Desk:
             if session is None:
                 self._greet(fd, tether)
             else:
-                with self._memory.lock:
-                    session.exchange.receive_segments()
-        except (TetherClosedError, GradwireError):
+                session.exchange.receive_segments()
+        except (TetherClosedError, GradwireError, OSError):
             self._end(fd)
 
     def _greet(self, fd: int, tether: Tether) -> None:
@@ -131,8 +130,10 @@ class Desk:
             tether.send(Refused(type(error).__name__, str(error)), timeout_s=0.1)
             raise
         ours = Ledger()
-        tether.send(Welcome(messages.PROTOCOL, self._incarnation, os.getpid()), [ours.fd], timeout_s=1.0)
-        ours.close_descriptor()
+        tether.send(
+            Welcome(messages.PROTOCOL, self._incarnation, os.getpid()), ours.descriptors, timeout_s=1.0
+        )
+        ours.close()
         session = Session(hello.client_id, tether, marks, Exchange(self._memory, tether, marks, ours))
         self._sessions[hello.client_id] = session
         self._tethers[fd] = (tether, session)
@@ -140,7 +141,7 @@ class Desk:
     def _checked_hello(self, hello: Any, descriptors: list[int]) -> Ledger:
         """The client's ledger, once everything else is right."""
         problem: GradwireError | None = None
-        if type(hello) is not Hello or len(descriptors) != 1:
+        if type(hello) is not Hello or len(descriptors) > 1:
             problem = ProtocolError("a client must say Hello first, with its ledger")
         elif hello.protocol != messages.PROTOCOL:
             problem = VersionMismatchError(
@@ -153,7 +154,7 @@ class Desk:
         if problem is not None:
             close_all(descriptors)
             raise problem
-        return Ledger(descriptors[0])
+        return Ledger.received(descriptors)
 
     def _end(self, fd: int) -> None:
         """A client is gone: its loans, its residuals and its tether go."""
@@ -178,7 +179,8 @@ class Desk:
             if act is None:
                 raise ProtocolError(f"a worker is not told {type(message).__name__}")
             call_id = getattr(message, "call_id", 0)
-            reply = act(session, message, frames[1:])
+            # all tensors at once and first of all: whatever goes wrong later, each of them is returned
+            reply = act(session, message, session.exchange.borrow_all(getattr(message, "headers", ()), frames[1:]))
         except BaseException as error:  # whatever user code raises is an answer; the worker lives
             reply, self._further = faults.failed(call_id, error), []
             del error
@@ -189,11 +191,20 @@ class Desk:
 
     def _answer(self, session: Session | None, identity: bytes, reply: Done | Failed) -> None:
         try:
-            sockets.send_nowait(self._router, [identity, messages.pack(reply), *self._further])
+            try:
+                frame = messages.pack(reply)
+            except Exception as error:  # longer than the client would read, or text that is none
+                self._take_back(session, reply)
+                frame, self._further = messages.pack(faults.failed(reply.call_id, error)), []
+            sockets.send_nowait(self._router, [identity, frame, *self._further])
         except sockets.Unreachable:
-            if session is not None and type(reply) is Done:
-                session.exchange.take_back(reply.headers)
+            self._take_back(session, reply)
         self._further = []
+
+    @staticmethod
+    def _take_back(session: Session | None, reply: Done | Failed) -> None:
+        if session is not None and type(reply) is Done:
+            session.exchange.take_back(reply.headers)
 
     def _done(self, session: Session, call_id: int, result: Sequence[Any], structure: bytes, token: int = 0, ns: int = 0) -> Done:
         frames: list[bytes] = []
@@ -202,7 +213,7 @@ class Desk:
         self._further = frames
         return Done(call_id, structure, headers, token, ns)
 
-    def _call(self, session: Session, call: Call, frames: Sequence[bytes]) -> Done:
+    def _call(self, session: Session, call: Call, carriers: list[Carrier | None]) -> Done:
         program = self._program(call.remote)
         self._residuals.release(call.released, session.client_id)
         if self._incarnation in call.chain:
@@ -212,7 +223,7 @@ class Desk:
             )
         site = _site_of(call, program)
         word = checked_word(call.word, len(call.headers))
-        operands = self._operands(session, call, frames)
+        operands = self._operands(call, carriers)
         start = time.perf_counter_ns()
         try:
             self._interrupts.begin(session.marks, call.call_id)
@@ -229,20 +240,17 @@ class Desk:
             self._residuals.release([token], session.client_id)
             raise
 
-    def _operands(self, session: Session, call: Call, frames: Sequence[bytes]) -> list[Any]:
+    def _operands(self, call: Call, carriers: list[Carrier | None]) -> list[Any]:
         """The operands as the framework's tensors; None where the client left one out.
 
         A kept forward must not refer to memory that somebody may still write: then it is copied.
         """
         operands: list[Any] = []
-        for raw in call.headers:
-            if raw is None:
-                operands.append(None)
-                continue
-            carrier = session.exchange.borrow(raw, frames)
-            if call.keep and not carrier.owned:
+        for carrier in carriers:
+            if carrier is not None and call.keep and not carrier.owned:
                 carrier = Carrier(carrier.array.copy(order="K"), carrier.dtype)
-            operands.append(self._engine.adopt(carrier))
+            operands.append(None if carrier is None else self._engine.adopt(carrier))
+        carriers.clear()  # the caller of this still has the list, and must not keep what the call let go
         return operands
 
     def _evaluate(self, program: Program, site: WorkerSite, word: Any, call: Call, operands: list[Any]) -> tuple[Result, Any]:
@@ -283,7 +291,7 @@ class Desk:
         batch = kept.residual.derive_rows(op, word[-1][1], linear, np.asarray([r[1] for r in rows]))
         return None if batch is None else (Result(batch), None)
 
-    def _spec(self, session: Session, spec: Spec, frames: Sequence[bytes]) -> Done:
+    def _spec(self, session: Session, spec: Spec, carriers: list[Carrier | None]) -> Done:
         program = self._program(spec.remote)
         site = _site_of(spec, program)
         avals = [_aval_of(raw) for raw in spec.avals]
@@ -291,8 +299,8 @@ class Desk:
         tree, _ = flatten([[[list(a.shape), list(a.dtype)] for a in results], structure], _never)
         return Done(spec.call_id, tree, [], 0, 0)
 
-    def _load(self, session: Session, load: Load, frames: Sequence[bytes]) -> Done:
-        args, kwargs = fill(load.structure, [self._engine.adopt(session.exchange.borrow(h, frames)) for h in load.headers])
+    def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Done:
+        args, kwargs = fill(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
         found = find_target(load.target)
         is_module = load.kind == "module"
         if is_module and is_factory(found):
@@ -307,14 +315,13 @@ class Desk:
         facts = {"remote": number, "is_module": program.is_module, "training": program.training}
         return Done(load.call_id, flatten(facts, _never)[0], [], 0, 0)
 
-    def _change_state(self, session: Session, state: State, frames: Sequence[bytes]) -> Done:
-        leaves = [session.exchange.borrow(h, frames) for h in state.headers]
-        args, kwargs = fill(state.structure, leaves)
+    def _change_state(self, session: Session, state: State, carriers: list[Carrier | None]) -> Done:
+        args, kwargs = fill(state.structure, _all_there(carriers))
         tree = self._state.act(self._program(state.remote), state.verb, args, kwargs)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
         return self._done(session, state.call_id, leaves, structure)
 
-    def _release(self, session: Session, release: Release, frames: Sequence[bytes]) -> None:
+    def _release(self, session: Session, release: Release, carriers: list[Carrier | None]) -> None:
         self._residuals.release(release.released, session.client_id)
 
     def _program(self, number: int) -> Program:
@@ -324,13 +331,21 @@ class Desk:
             raise ProtocolError(f"worker {self._name!r} has no remote {number}; was it restarted?") from None
 
 
+def _all_there(carriers: list[Carrier | None]) -> list[Carrier]:
+    there = [c for c in carriers if c is not None]
+    if len(there) != len(carriers):
+        raise ProtocolError("only a call may leave tensors out")
+    return there
+
+
 def _site_of(message: Call | Spec, program: Program) -> WorkerSite:
     if message.training is not None and message.training != program.training:
         raise UsageError(
             f"this call was made for training={message.training}, but the module is now in training={program.training}: "
             "a compiled program has the mode of its trace; trace it again after train() or eval()"
         )
-    return _site(message.structure, message.training, message.flags, getattr(message, "seed", None))
+    make = _site if len(message.structure) <= MAX_CACHED else _site.__wrapped__
+    return make(message.structure, message.training, message.flags, getattr(message, "seed", None))
 
 
 @lru_cache(maxsize=4096)

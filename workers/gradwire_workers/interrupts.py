@@ -24,7 +24,7 @@ class Interrupts:
     def begin(self, ledger: Ledger, call_id: int) -> None:
         """User code starts; KeyboardInterrupt may come from here on, or at once if it was abandoned already."""
         self._running = (ledger, call_id)
-        if ledger.cancelled() == call_id:
+        if ledger.is_cancelled(call_id):
             raise KeyboardInterrupt
 
     def end(self) -> None:
@@ -33,6 +33,6 @@ class Interrupts:
 
     def _on_signal(self, _signum: int, _frame: Any) -> None:
         running = self._running
-        if running is not None and running[0].cancelled() == running[1]:
+        if running is not None and running[0].is_cancelled(running[1]):
             self._running = None
             raise KeyboardInterrupt("the caller has abandoned this call")
