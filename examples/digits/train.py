@@ -69,6 +69,11 @@ def check_input_gradient(encoder: gw.Remote, head: gw.Remote, image: np.ndarray,
         sys.exit("the input gradient does not agree with central differences")
 
 
+def start(bridge: gw.Bridge, framework: str, python: str) -> gw.Worker:
+    """A worker in its own environment, with one thread: there are two of them, and this program."""
+    return bridge.worker(framework, python=python, path=[HERE], threads=1)
+
+
 def show_environments(bridge: gw.Bridge) -> None:
     """Three interpreters, three sets of packages."""
     absent = [name for name in ("torch", "tensorflow", "keras") if importlib.util.find_spec(name) is None]
@@ -103,8 +108,8 @@ def main() -> None:
     args = parser.parse_args()
     (train_x, train_y), (test_x, test_y) = digits(args.seed)
     with gw.connect() as bridge:
-        encoder = bridge.worker("torch", python=args.torch_python, path=[HERE]).module("encoder:make_encoder", args.seed)
-        head = bridge.worker("tensorflow", python=args.tensorflow_python, path=[HERE]).module("head:make_head", args.seed)
+        encoder = start(bridge, "torch", args.torch_python).module("encoder:make_encoder", args.seed)
+        head = start(bridge, "tensorflow", args.tensorflow_python).module("head:make_head", args.seed)
         show_environments(bridge)
 
         optimizers = [encoder.optimizer("torch.optim:Adam", lr=2e-3), head.optimizer("keras.optimizers:Adam", learning_rate=2e-3)]
@@ -126,14 +131,19 @@ def main() -> None:
         steps, before, started = 0, bridge.stats(), time.perf_counter()
         for epoch in range(args.epochs):
             encoder.train(), head.train()
-            bar = tqdm(batches(train_x, train_y, rng), total=len(train_x) // BATCH, desc=f"epoch {epoch + 1}/{args.epochs}")
+            bar = tqdm(
+                batches(train_x, train_y, rng),
+                total=len(train_x) // BATCH,
+                desc=f"epoch {epoch + 1}/{args.epochs}",
+                mininterval=0.5,
+            )
             for images, labels in bar:
                 loss, _ = gradients(anchors, images, labels)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
                 steps += 1
-                bar.set_postfix(loss=f"{float(loss):.3f}")
+                bar.set_postfix(loss=f"{float(loss):.3f}", refresh=False)
             bar.write(f"epoch {epoch + 1}: test accuracy {accuracy(test_x, test_y):.4f}")
         seconds = time.perf_counter() - started
         print(f"trained {steps} steps in {seconds:.1f} s")

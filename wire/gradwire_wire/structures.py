@@ -238,30 +238,33 @@ def _unpack_on_heap(packed: bytes, **settings: Any) -> Any:
 
 
 def _filler(leaf: Callable[[int], Any]) -> Callable[[int, int, bytes], Any]:
-    def hook(depth: int, code: int, payload: bytes) -> Any:
-        if code == LEAF:
-            index = msgpack.unpackb(payload)
-            if type(index) is not int or index < 0:
-                raise ProtocolError("a hole's number must be a natural number")
-            return leaf(index)
-        if code == COMPLEX:
-            return complex(*struct.unpack(">dd", payload))
-        if code == INTEGER:
-            return int.from_bytes(payload, "big", signed=True)
-        value = _unpack(payload, hook, depth + 1)
-        if not isinstance(value, list):
-            raise ProtocolError(f"extension {code} must hold an array")
-        if code == TUPLE:
-            return tuple(value)
-        if code == ORDEREDDICT:
-            return OrderedDict(value)
-        if code == SCALAR:
-            return _unpack_scalar(*value)
-        if code in (NAMEDTUPLE, DATACLASS):
-            return (_as_namedtuple if code == NAMEDTUPLE else _as_dataclass)(*value)
-        raise ProtocolError(f"unknown extension type {code}")
+    return partial(_fill_extension, leaf)
 
-    return hook
+
+def _fill_extension(leaf: Callable[[int], Any], depth: int, code: int, payload: bytes) -> Any:
+    """What an extension stands for. A plain function: a closure that calls itself would be a reference
+    cycle, and would hold the leaves (and their leases) until the garbage collector comes by."""
+    if code == LEAF:
+        index = msgpack.unpackb(payload)
+        if type(index) is not int or index < 0:
+            raise ProtocolError("a hole's number must be a natural number")
+        return leaf(index)
+    if code == COMPLEX:
+        return complex(*struct.unpack(">dd", payload))
+    if code == INTEGER:
+        return int.from_bytes(payload, "big", signed=True)
+    value = _unpack(payload, _filler(leaf), depth + 1)
+    if not isinstance(value, list):
+        raise ProtocolError(f"extension {code} must hold an array")
+    if code == TUPLE:
+        return tuple(value)
+    if code == ORDEREDDICT:
+        return OrderedDict(value)
+    if code == SCALAR:
+        return _unpack_scalar(*value)
+    if code in (NAMEDTUPLE, DATACLASS):
+        return (_as_namedtuple if code == NAMEDTUPLE else _as_dataclass)(*value)
+    raise ProtocolError(f"unknown extension type {code}")
 
 
 def _unpack_scalar(name: str, raw: bytes) -> Any:

@@ -1,0 +1,109 @@
+"""Bad input: each its own error that says what to do, and the worker stays usable."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+
+Workers = Callable[[str], gw.Worker]
+X = np.ones(3, np.float32)
+
+
+@pytest.fixture
+def numpy_worker(worker_of: Workers) -> Iterator[gw.Worker]:
+    worker = worker_of("numpy")
+    yield worker
+    assert (worker.function("any_framework:double")(X) == 2).all()  # still usable
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("any_framework:dubble", "double"),
+        ("no_such_module:f", "path="),
+        ("no/such/file.py:f", "looked at"),
+        ("any_framework", "pkg.mod:attr"),
+    ],
+)
+def test_unknown_target(numpy_worker: gw.Worker, target: str, said: str) -> None:
+    with pytest.raises(gw.UsageError, match=said):
+        numpy_worker.function(target)
+
+
+def test_a_module_that_raises_while_imported(numpy_worker: gw.Worker) -> None:
+    with pytest.raises(RuntimeError, match="broken on purpose") as caught:
+        numpy_worker.function("raises_on_import:f")
+    assert isinstance(caught.value, gw.RemoteError) and "raises_on_import.py" in caught.value.traceback
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([object()]),
+        np.array(["text"]),
+        np.array(["2026-01-01"], "datetime64[D]"),
+        np.zeros(2, [("a", "f4")]),
+        {1, 2},
+        object(),
+    ],
+    ids=["object", "string", "datetime", "structured", "set", "instance"],
+)
+def test_what_cannot_be_sent(numpy_worker: gw.Worker, value: object) -> None:
+    with pytest.raises(gw.UnsupportedTensorError):
+        numpy_worker.function("any_framework:identity")(value)
+
+
+def test_two_families_in_one_call(numpy_worker: gw.Worker) -> None:
+    import jax.numpy as jnp
+    import torch
+
+    with pytest.raises(gw.UsageError, match=r"args\[0\].*args\[1\]"):
+        numpy_worker.function("any_framework:both")(torch.ones(3), jnp.ones(3))
+
+
+def test_unknown_options(numpy_worker: gw.Worker) -> None:
+    identity = numpy_worker.function("any_framework:identity")
+    with pytest.raises(gw.UsageError, match="timeout"):
+        identity.options(time_out=1)
+    with pytest.raises(gw.UsageError, match="positive"):
+        identity.options(timeout=0)
+
+
+def test_a_remote_error_is_the_builtin_too(numpy_worker: gw.Worker) -> None:
+    with pytest.raises(ValueError, match="bad 42") as caught:
+        numpy_worker.function("any_framework:bad")(X)
+    assert caught.value.type_name == "ValueError" and "any_framework.py" in caught.value.traceback
+
+
+def test_a_deadline(numpy_worker: gw.Worker) -> None:
+    nap = numpy_worker.function("in_numpy:nap")
+    with pytest.raises(gw.DeadlineError, match="restart"):
+        nap.options(timeout=0.3)(30.0)
+    assert (nap(0.0) == 1).all()  # it was interrupted, and its late reply is nobody's
+
+
+def test_a_closed_bridge_and_worker() -> None:
+    bridge = gw.connect()
+    worker = bridge.worker("numpy")
+    remote = worker.function("operator:neg")
+    worker.close()
+    with pytest.raises(gw.ClosedError, match="bridge.worker"):
+        remote(X)
+    bridge.close()
+    bridge.close()
+    with pytest.raises(gw.ClosedError, match="connect"):
+        bridge.worker("numpy")
+
+
+def test_wrong_interpreter_and_framework(shared_bridge: gw.Bridge, torch_python: str) -> None:
+    with pytest.raises(gw.WorkerStartError, match="no/such/python"):
+        shared_bridge.worker("torch", python="no/such/python")
+    with pytest.raises(gw.WorkerStartError, match="jax"):
+        shared_bridge.worker("jax", python=torch_python)
+    with pytest.raises(gw.GradwireError, match="paddel"):
+        shared_bridge.worker("paddel", python=sys.executable)

@@ -1,0 +1,143 @@
+"""R44: a remote that is the first stage trains, from JAX and torch, and exactly as it would locally."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+SIZES = [6, 8, 4]
+X = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
+Workers = Callable[[str], gw.Worker]
+
+
+@pytest.fixture
+def block(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """The worker's own factory, in this process."""
+    monkeypatch.syspath_prepend(str(TARGETS))
+    sys.modules.pop("in_torch", None)
+    import in_torch
+
+    yield in_torch.make_block
+    sys.modules.pop("in_torch", None)
+
+
+def local_training(block: Callable[..., Any], steps: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+    """First gradients, parameters after ``steps``, and the head, all in one process."""
+    import torch
+
+    net, head = block(SIZES, batch_norm=True), torch.full((4,), 0.5, requires_grad=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    first: dict[str, np.ndarray] = {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head.grad = None
+        ((net(torch.tensor(X)) * head).sum(-1) ** 2).mean().backward()
+        first = first or {name: p.grad.numpy().copy() for name, p in net.named_parameters()}
+        optimizer.step()
+        with torch.no_grad():
+            head -= 0.1 * head.grad
+    return first, {name: p.detach().numpy() for name, p in net.named_parameters()}, head.detach().numpy()
+
+
+def assert_agree(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_r44_first_stage_from_jax(worker_of: Workers, block: Callable[..., Any], compiled: bool) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    net = worker_of("torch").module("in_torch:make_block", SIZES, batch_norm=True)
+    apply, anchor = gw.jax.functional(net, owner="worker")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1, momentum=0.9)
+    before = net.parameters()
+
+    def loss(head: Any, anchor: Any) -> Any:
+        return ((apply(anchor, X) * head).sum(-1) ** 2).mean()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    step = jax.jit(step) if compiled else step
+    head, first = jnp.full(4, 0.5), None
+    for _ in range(10):
+        optimizer.zero_grad()
+        _, (head_bar, anchor_bar) = step(head, anchor)
+        head = head - 0.1 * head_bar
+        jax.effects_barrier()
+        first = first or net.grads()
+        optimizer.step()
+        assert anchor_bar == 0
+    wanted_first, wanted, wanted_head = local_training(block, 10)
+    assert_agree(first, wanted_first)
+    assert_agree(net.parameters(), wanted)
+    np.testing.assert_allclose(head, wanted_head, rtol=1e-5)
+    assert all((before[name] != value).any() for name, value in net.parameters().items() if name.endswith("weight"))
+    assert net.buffers()["1.num_batches_tracked"] == 10  # once a forward, never in spec or pullback (R40)
+
+
+def test_r44_first_stage_from_torch(worker_of: Workers, block: Callable[..., Any]) -> None:
+    import torch
+
+    net = worker_of("torch").module("in_torch:make_block", SIZES, batch_norm=True)
+    optimizer, head = net.optimizer("torch.optim:SGD", lr=0.1, momentum=0.9), torch.full((4,), 0.5, requires_grad=True)
+    first = None
+    for _ in range(10):
+        optimizer.zero_grad()
+        head.grad = None
+        ((net(torch.tensor(X)) * head).sum(-1) ** 2).mean().backward()
+        first = first or net.grads()
+        optimizer.step()
+        with torch.no_grad():
+            head -= 0.1 * head.grad
+    wanted_first, wanted, _ = local_training(block, 10)
+    assert_agree(first, wanted_first)
+    assert_agree(net.parameters(), wanted)
+
+
+def test_a_step_without_gradients_is_an_error(worker_of: Workers) -> None:
+    net = worker_of("torch").module("in_torch:make_block", SIZES)
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    with pytest.raises(gw.UsageError, match="gradient"):
+        optimizer.step()
+    with pytest.raises(gw.UnknownTargetError):
+        net.optimizer("torch.optim:Adamm")
+    with pytest.raises(gw.UsageError, match="module"):
+        worker_of("torch").function("in_torch:cube").parameters()
+
+
+def test_modes_and_state(worker_of: Workers) -> None:
+    net = worker_of("torch").module("in_torch:make_block", SIZES, batch_norm=True)
+    assert net.training is True and net.eval().training is False
+    before = net.state_dict()
+    net(X)
+    np.testing.assert_array_equal(net.buffers()["1.running_mean"], before["1.running_mean"])
+    net.train()
+    net(X)
+    assert (net.buffers()["1.running_mean"] != before["1.running_mean"]).any()
+    net.load_state_dict(before)
+    for name, value in net.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
+    with pytest.raises(gw.UsageError, match="0.weight"):
+        net.load_state_dict({"0.weight": np.zeros((1, 1), np.float32)}, strict=False)
+
+
+def test_r42_after_a_restart_the_pullback_is_lost(torch_python: str) -> None:
+    with gw.connect() as bridge:
+        worker = bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)
+        net = worker.module("in_torch:make_block", SIZES)
+        _, pullback = net.vjp(X)
+        pid = worker.pid
+        worker.restart()
+        assert worker.pid != pid and net(X).shape == (16, 4)
+        with pytest.raises(gw.ResidualLostError):
+            pullback(np.ones((16, 4), np.float32))
