@@ -19,7 +19,7 @@ import torch
 
 from gradwire.site import Outcome, Site, SpecResult
 from gradwire_wire.carriers import Aval, Carrier
-from gradwire_wire.errors import GradwireError, ResidualLostError, remote_error
+from gradwire_wire.errors import GradwireError, RemoteError, ResidualLostError, remote_error
 from gradwire_wire.structures import fill, flatten
 from gradwire_wire.tensors import torch as tensors
 from gradwire_wire.words import Word
@@ -65,7 +65,10 @@ class TorchHandle:
         self.counts["spec"] += 1
         operands = [torch.zeros(a.shape, dtype=tensors.torch_dtype(a.dtype)) for a in avals]
         run = _Run(self, site, (), operands)
-        results = self._thread.submit(run.evaluate, (), operands).result(60)
+        try:
+            results = self._thread.submit(run.evaluate, (), operands).result(60)
+        except Exception as error:
+            raise _as_remote(error) from None
         return SpecResult(tuple(tensors.aval(y) for y in results), run.structure)
 
     def release(self, token: int) -> None:
@@ -74,6 +77,11 @@ class TorchHandle:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+def _as_remote(error: Exception) -> RemoteError:
+    text = "".join(traceback.format_exception(error))
+    return remote_error(f"builtins.{type(error).__name__}", str(error), text, "double")
 
 
 def inexact(x: torch.Tensor) -> bool:
@@ -95,9 +103,7 @@ class _Run:
         except GradwireError:
             raise
         except Exception as error:
-            raise remote_error(
-                f"builtins.{type(error).__name__}", str(error), traceback.format_exc(), "double"
-            ) from None
+            raise _as_remote(error) from None
         number = 0
         if keep:
             number = next(self.handle._tokens)

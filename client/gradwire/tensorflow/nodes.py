@@ -1,0 +1,225 @@
+"""A remote call as an operation of TensorFlow's tapes and graphs, to any order.
+
+`apply` evaluates a derived function and says how to differentiate it: its pullback is its word with
+('T', wrt, n) at the end, at the token of its own evaluation. Two ways::
+
+    eager    the worker is asked at once. The token belongs to the tape's record and is given back with it
+    graph    (in a tf.function) the worker is asked by a numpy_function when the graph runs. The token is a
+             tensor of the graph; what was kept under it is dropped by the worker when it runs short of memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradwire.derived import Derived
+from gradwire.tensorflow.shapes import StaticAval, static_results
+from gradwire.tensorflow.tapes import has_tangents, is_forward_mode, is_inner, is_recorded
+from gradwire_wire.dtypes import dtype_named
+from gradwire_wire.errors import UnsupportedTensorError, UsageError
+from gradwire_wire.tensors import numpy as numpy_tensors
+from gradwire_wire.tensors.tensorflow import adopt, export
+
+__all__ = ["apply"]
+
+# All that a user who compiles by XLA gets to see of this operation is its name.
+OPERATION = "gradwire_calls_another_process__use_jit_compile_False"
+
+
+class _Token:
+    """A kept forward; given back when the tape's record of it goes."""
+
+    __slots__ = ("handle", "number")
+
+    def __init__(self, handle: Any, number: int) -> None:
+        self.handle, self.number = handle, number
+
+    def __del__(self) -> None:
+        if self.number:
+            self.handle.release(self.number)
+
+
+def apply(fn: Derived, operands: Sequence[Any], token: Any = None) -> list[Any]:
+    """The results of ``fn`` at the operands, recorded by the tapes that watch them.
+
+    Results of an eager pullback may be None. ``token``: a `_Token`, a token tensor of a graph, or None.
+    """
+    return (_eager if tf.executing_eagerly() else _graph)(fn, list(operands), token)
+
+
+def _inexact(x: Any) -> bool:
+    return x.dtype.is_floating or x.dtype.is_complex
+
+
+# ---- Eager ----------------------------------------------------------------------------------------------------------
+
+
+def _eager(fn: Derived, operands: list[Any], token: _Token | None) -> list[Any]:
+    everything = is_forward_mode()
+    watched = {i for i, x in enumerate(operands) if _inexact(x) and (everything or is_recorded([x]))}
+    fn.keep = int(bool(watched) and fn.site.residuals == "keep")
+    outcome = fn.invoke([export(x) for x in operands], token.number if token is not None else 0)
+    results = [None if c is None else adopt(c) for c in outcome.carriers]
+    present = [i for i, y in enumerate(results) if y is not None]
+    if not watched or not present:
+        return results
+    kept = _Token(fn.handle, outcome.token)
+
+    @tf.custom_gradient
+    def node(*xs: Any) -> Any:
+        def grad(*cotangents: Any) -> list[Any]:
+            given = dict(zip(present, cotangents, strict=True))
+            return _pullback(fn, xs, kept, watched, results, given)
+
+        return [results[i] for i in present], grad
+
+    recorded = iter(node(*operands))
+    return [None if y is None else next(recorded) for y in results]
+
+
+# ---- Graph ----------------------------------------------------------------------------------------------------------
+
+
+def _graph(fn: Derived, operands: list[Any], token: Any) -> list[Any]:
+    if has_tangents(operands):
+        raise UsageError(
+            f"{fn.handle.name}: a tf.autodiff.ForwardAccumulator cannot pass through a remote call inside a "
+            "tf.function (TensorFlow would take its tangent for zero). Call it outside of the tf.function, "
+            "or use remote.jvp"
+        )
+    avals, fn.structure = static_results(fn, [_static_aval(x) for x in operands])
+    # Tensors of this graph: a second derivative, traced in a third one, could not reach those of the first.
+    operands = [tf.identity(x) for x in operands]
+    token = tf.identity(token) if tf.is_tensor(token) else token
+
+    @tf.custom_gradient
+    def node(*xs: Any) -> Any:
+        results, kept = _operation(fn, xs, token, avals)
+
+        def grad(*cotangents: Any) -> list[Any]:
+            fn.keep = int(fn.site.residuals == "keep")  # in time: gradients are traced before the graph runs
+            given = dict(enumerate(cotangents))
+            return _pullback(fn, xs, kept, set(range(len(xs))), results, given)
+
+        return results, grad
+
+    return list(node(*operands))
+
+
+def _static_aval(x: Any) -> StaticAval:
+    dtype = dtype_named(x.dtype.name)
+    if dtype is None:
+        raise UnsupportedTensorError(
+            f"a TensorFlow tensor of dtype {x.dtype.name} cannot be sent: convert it"
+        )
+    return StaticAval(None if x.shape.rank is None else tuple(x.shape), dtype)
+
+
+def _operation(
+    fn: Derived, operands: Sequence[Any], token: Any, avals: Sequence[StaticAval]
+) -> tuple[list[Any], Any]:
+    """Results and token of one evaluation as symbolic tensors."""
+    held = token if isinstance(token, _Token) else None
+    named = token if tf.is_tensor(token) else tf.constant(held.number if held else 0, tf.int64)
+    dtypes = [tf.as_dtype(a.dtype.name) for a in avals]
+    host = _host(fn, fn.structure, avals, held)
+    *results, kept = tf.numpy_function(host, [named, *operands], [*dtypes, tf.int64], name=OPERATION)
+    for y, a in zip(results, avals, strict=True):
+        y.set_shape(a.shape)
+    kept.set_shape(())
+    return results, kept
+
+
+def _host(
+    fn: Derived, structure: bytes, avals: Sequence[StaticAval], held: _Token | None
+) -> Callable[..., list[Any]]:
+    """What the graph calls when it runs, in a thread of TensorFlow's.
+
+    structure, avals: what the graph was traced with. held: an eager token in it, alive as long as the graph.
+    """
+
+    def host(token: Any, *arrays: np.ndarray) -> list[Any]:
+        outcome = fn.invoke([numpy_tensors.export(np.asarray(x)) for x in arrays], int(token))
+        if outcome.structure != structure and not fn.word:
+            raise _other_result(fn, held, "another result tree")
+        results = []
+        for i, (carrier, known) in enumerate(zip(outcome.carriers, avals, strict=True)):
+            if carrier is None:
+                results.append(np.zeros_like(arrays[fn.word[-1][1][i]]))
+                continue
+            if carrier.dtype != known.dtype or not tf.TensorShape(known.shape).is_compatible_with(
+                carrier.array.shape
+            ):
+                raise _other_result(
+                    fn, held, f"result {i} as {carrier.dtype.name} of shape {carrier.array.shape}"
+                )
+            results.append(numpy_tensors.adopt(carrier))
+        return [*results, np.int64(outcome.token)]
+
+    return host
+
+
+def _other_result(fn: Derived, held: _Token | None, what: str) -> UsageError:
+    return UsageError(
+        f"{fn.handle.name}: the worker gave {what}, which is not what this tf.function was traced with. If it depends "
+        "on values, call it outside of the tf.function; if options(out_spec=...) said so, correct that"
+    )
+
+
+# ---- Pullback -------------------------------------------------------------------------------------------------------
+
+
+def _pullback(
+    fn: Derived,
+    operands: Sequence[Any],
+    kept: Any,
+    watched: set[int],
+    results: Sequence[Any],
+    given: Mapping[int, Any],
+) -> list[Any]:
+    """A cotangent, or None, for each operand of ``fn``; for the watched ones only.
+
+    results: of ``fn``, None where it had none; given: the cotangents of the others.
+    """
+    found: list[Any] = [None] * len(operands)
+    like = [operands[fn.word[-1][1][i]] if y is None else y for i, y in enumerate(results)]
+    cotangents = [_dense(given.get(i), y) for i, y in enumerate(like) if _inexact(y)]
+    everything = [*operands, *cotangents]
+    anchor = fn.site.anchored and 0 in watched
+    # What an outer derivative will pull back again is not yet the loss.
+    inner = is_inner(everything) if anchor and fn.site.accumulate else True
+    wrt = tuple(i for i in sorted(watched) if _inexact(operands[i]) and (i or not anchor or not inner))
+    if wrt:
+        pullback = fn.then(("T", wrt, len(cotangents)), accumulate=not inner)
+        every = _undecided(pullback, everything) if inner is None else apply(pullback, everything, kept)
+        for i, c in zip(wrt, every, strict=True):
+            found[i] = c
+    if anchor:
+        found[0] = tf.zeros((), tf.float32)  # what is accumulated is in the worker
+    return found
+
+
+def _undecided(pullback: Derived, everything: Sequence[Any]) -> list[Any]:
+    """In place of a pullback of which it is not known whether it accumulates: an error when it is run."""
+
+    def refuse(*_: Any) -> Any:
+        raise UsageError(
+            f"{pullback.handle.name}: a tf.function that calls a module whose parameters the worker owns is "
+            "differentiated by several tapes, or by a persistent one, outside of it; so it cannot be told which "
+            "derivative is the loss's. Put the tapes inside the tf.function, or use one that is not persistent"
+        )
+
+    wrt = pullback.word[-1][1]
+    return list(tf.numpy_function(refuse, everything, [everything[i].dtype for i in wrt], name=OPERATION))
+
+
+def _dense(cotangent: Any, like: Any) -> Any:
+    if cotangent is None:
+        return tf.zeros_like(like)
+    if isinstance(cotangent, tf.IndexedSlices):
+        return tf.math.unsorted_segment_sum(cotangent.values, cotangent.indices, tf.shape(like)[0])
+    return cotangent
