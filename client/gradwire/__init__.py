@@ -16,6 +16,7 @@ import importlib
 from typing import Any
 
 from gradwire.bridge import Bridge, connect
+from gradwire.conversion import to_jax, to_numpy, to_tf, to_torch
 from gradwire.pullback import Pullback
 from gradwire.remote import Optimizer, Remote, ShapeDtype
 from gradwire.worker import Worker
@@ -68,6 +69,10 @@ __all__ = [
     "WorkerError",
     "WorkerStartError",
     "connect",
+    "to_jax",
+    "to_numpy",
+    "to_tf",
+    "to_torch",
 ]
 
 _FACES = ("jax", "tensorflow", "torch")
