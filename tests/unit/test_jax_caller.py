@@ -311,12 +311,6 @@ COUNTS: list[tuple[str, Function, Any, dict[str, int]]] = [
         {"plain": 1},
     ),
     (
-        "equal forwards are one, pulled twice",
-        lambda f: lambda x, w: (jax.grad(loss_of(f))(x, w), jax.grad(loss_of(f), 1)(x, w)),
-        (X1, W),
-        {"keep": 1, "pull": 2},
-    ),
-    (
         "vmap of grad is one forward and one pullback",
         lambda f: jax.vmap(jax.grad(loss_of(f)), (0, None)),
         (X5, W),
@@ -339,6 +333,13 @@ def test_messages_of_a_compiled_program(remote: Any, make: Function, arrays: Any
     f = remote(torch_f)
     jax.block_until_ready(jax.jit(make(f))(*arrays))
     assert f.counts == counts
+
+
+def test_equal_forwards_may_be_one_pulled_twice(remote: Any) -> None:
+    f = remote(torch_f)
+    twice = lambda f: lambda x: (jax.grad(loss_of(f))(x, W), jax.grad(loss_of(f), 1)(x, W))  # noqa: E731
+    equal(jax.jit(twice(f))(X1), jax.jit(twice(jax_f))(X1))
+    assert f.counts in ({"keep": 1, "pull": 2}, {"keep": 2, "pull": 2})  # early jax does not merge
 
 
 def test_recomputing_keeps_nothing(remote: Any) -> None:
