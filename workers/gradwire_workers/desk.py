@@ -65,6 +65,8 @@ class Desk:
         max_shared_bytes: int | None = None,
     ) -> None:
         self._name, self._incarnation, self._token, self._engine = name, incarnation, token, engine
+        # a framework whose programs take numpy memory as it is (JAX's jit) need not make arrays of it first
+        self._adopt_operand = getattr(engine, "adopt_operand", engine.adopt)
         self._router = sockets.bind_router(endpoint)
         self._listener = listen_tether(tether_path)
         self._memory = Memory(max_shared_bytes)
@@ -249,7 +251,7 @@ class Desk:
         for carrier in carriers:
             if carrier is not None and call.keep and not carrier.owned:
                 carrier = Carrier(carrier.array.copy(order="K"), carrier.dtype)
-            operands.append(None if carrier is None else self._engine.adopt(carrier))
+            operands.append(None if carrier is None else self._adopt_operand(carrier))
         carriers.clear()  # the caller of this still has the list, and must not keep what the call let go
         return operands
 

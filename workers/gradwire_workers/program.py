@@ -136,4 +136,4 @@ class Engine(Protocol):
         """See `gradwire_wire.tensors.TensorFamily`."""
 
     def adopt(self, carrier: Any) -> Any:
-        """See `gradwire_wire.tensors.TensorFamily`."""
+        """See `gradwire_wire.tensors.TensorFamily`. An ``adopt_operand`` beside it, if there, is used for a call's operands."""
