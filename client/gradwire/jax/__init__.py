@@ -18,9 +18,9 @@ from gradwire.families import family_of_call, is_leaf
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
-from gradwire.site import Site
+from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval
-from gradwire_wire.errors import DtypeError, RemoteError, UnsupportedTensorError, UsageError
+from gradwire_wire.errors import DtypeError, GradwireError, RemoteError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import fill, flatten, leaf_paths
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.tensors import numpy as numpy_tensors
@@ -50,17 +50,21 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
     arrays, avals = (
         zip(*[_operand(x, i, site) for i, x in enumerate(operands)], strict=True) if operands else ((), ())
     )
-    try:
-        spec = handle.spec(site, avals)
-    except (UsageError, RemoteError):
-        if _is_traced(arrays):
-            raise
+    spec = _spec(handle, site, avals)
+    if (isinstance(spec, GradwireError) or not spec.avals) and not _is_traced(arrays):
         return _call_now(handle, site, arrays)
+    if isinstance(spec, GradwireError):
+        raise spec
     for i, aval in enumerate(spec.avals):
         _check_result(handle, spec.structure, i, aval)
-    if not spec.avals and not _is_traced(arrays):
-        return _call_now(handle, site, arrays)
     return fill(spec.structure, bind(_plain(handle, site), None, arrays))
+
+
+def _spec(handle: Handle, site: Site, avals: tuple[Aval, ...]) -> SpecResult | GradwireError:
+    try:
+        return handle.spec(site, avals)
+    except (UsageError, RemoteError) as error:
+        return error
 
 
 @lru_cache(maxsize=4096)

@@ -5,13 +5,13 @@ thread that dispatches the program or, where operands are still being computed, 
 at once, and denormals may be flushed. So it copies and never computes, never calls JAX, and keeps nothing: the
 operands are views of XLA's memory that end with the callback.
 
-Errors. XLA keeps an error's text alone. Where the caller waits (`evaluate`), the original is raised; in a
+Errors. XLA keeps an error's text alone. Where the caller waits (`_evaluate`), the original is raised; in a
 compiled program of the user's, the text carries the remote message and traceback.
 
 Order. Nodes that move state thread XLA's token of JAX's ordered effect through the callback. Outside of compiled
 programs the caller waits before (`barrier`) and after, which needs no token and leaves none behind. If an ordered
-callback fails on a thread of XLA's, JAX up to 0.10 hands its failed token to all later ordered programs of the
-dispatching thread; `barrier` ends that.
+callback fails on a thread of XLA's, JAX (0.7 to 0.12 at least) hands its failed token to all later ordered programs
+of the dispatching thread; `barrier` ends that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Crossing:
         self._site = derived.message_site
         self._has_token = derived.token_ops is not None
         self._structure = b"" if derived.word else derived.handle.spec(derived.site, avals).structure
-        self._operands = [(a.dtype, _conjugation(a, p)) for a, p in zip(avals, of_operands, strict=True)]
+        self._operands = [
+            (a.dtype, np.dtype(a.dtype.carrier), _conjugation(a, p))
+            for a, p in zip(avals, of_operands, strict=True)
+        ]
         self._results = results_of(derived, operands)
         self._elements = [tensors.element_type(a.dtype) for a in self._results]
         odd = of_results or [0] * len(self._results)
@@ -76,8 +79,8 @@ class Crossing:
     def _cross(self, token: int | np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         derived = self._derived
         carriers = [
-            Carrier(_carrying(turn(x) if turn else x, dtype.carrier), dtype)
-            for x, (dtype, turn) in zip(arrays, self._operands, strict=True)
+            Carrier(_carrying(turn(x) if turn else x, carrier), dtype)
+            for x, (dtype, carrier, turn) in zip(arrays, self._operands, strict=True)
         ]
         outcome = derived.handle.invoke(
             self._site,
@@ -143,7 +146,7 @@ def _token_of(array: np.ndarray) -> int | np.ndarray:
     return array.copy() if array.size and array[:, 0].all() else 0
 
 
-def _carrying(array: np.ndarray, dtype: Any) -> np.ndarray:
+def _carrying(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The same bits under a dtype of the same size."""
     return array if array.dtype == dtype else array.view(dtype)
 
@@ -269,8 +272,8 @@ def barrier() -> None:
 def _drop_failed_tokens() -> None:
     """Let JAX forget the tokens of a failed program.
 
-    JAX up to 0.10 has no public way: its own barrier raises before it forgets, and the thread could never
-    again run an ordered program. Where this private one is not there, nothing is lost but that.
+    JAX has no public way: its own barrier raises before it forgets, and the thread could never again run an
+    ordered program. This is the one private name in use, and where it is missing nothing else is lost.
     """
     tokens = getattr(sys.modules.get("jax._src.dispatch"), "runtime_tokens", None)
     clear = getattr(tokens, "clear", None)
