@@ -5,6 +5,7 @@ The oracle of a word is not what the worker does: forward-mode accumulators for 
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,14 @@ def close(found: Sequence[Any], expected: Sequence[Any], tolerance: float = 1e-1
 def same(found: Sequence[Any], expected: Sequence[Any]) -> None:
     assert [a.dtype for a in found] == [b.dtype for b in expected]
     assert all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> Iterator[None]:
+    engine.prepare(None, None, None)
+    yield
+    switches = ("constant_folding", "arithmetic_optimization", "remapping")
+    tf.config.optimizer.set_experimental_options(dict.fromkeys(switches, True))
 
 
 @pytest.fixture(autouse=True)
@@ -309,6 +318,23 @@ def test_R34_rows_of_a_kept_batch(size: int, random_numbers: bool, compile: bool
     assert tangents[0].shape == (size, 4)
     if size > 1:
         assert residual.derive_rows(op, axes, [ct], np.arange(size)[::-1]) is None
+
+
+BITS: dict[str, Callable[[Any], Any]] = {
+    "scalars": lambda x: x * 2.0 / 3.0 * 0.1 * 7.0 + 1.0 - 0.3 + 0.1,
+    "powers": lambda x: [x**3, x**2, tf.abs(x) ** 0.5, x + x * 2.0 + x * 3.0 + tf.exp(x)],
+    "convolution": keras.Sequential([keras.Input((17, 19, 5)), keras.layers.Conv2D(7, 3, activation="elu")]),
+}
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_a_traced_call_gives_the_bits_of_an_eager_one(kind: str) -> None:
+    x = random(3, 17, 19, 5, dtype=tf.float32)
+    program = engine.program(BITS[kind], is_module=False)
+    same(program.run(site_of(1, compile=True), (), [x]).tensors, tf.nest.flatten(BITS[kind](x)))
+    result, residual = program.keep(site_of(1, compile=True), (), [x])
+    assert isinstance(residual, Replayed)
+    same(result.tensors, tf.nest.flatten(BITS[kind](x)))
 
 
 # ---- What user functions are like ------------------------------------------------------------------------------------
@@ -951,6 +977,105 @@ def test_traces_are_bounded() -> None:
         site, leaves = tree_site([tf.ones(1), float(n)], {})
         assert float(program.run(site, (), leaves).tensors[0][0]) == n
     assert len(program._functions) == 128
+
+
+def changing_functions() -> dict[str, Callable[[Any], Any]]:
+    """Targets whose Python gives something else at each trace."""
+    count: list[int] = []
+    return {
+        "np.random": lambda x: x**2 * np.random.normal(),
+        "integers": lambda x: x**2 * tf.cast(tf.constant(np.random.randint(1 << 30)), tf.float32),
+        "counter": lambda x: x**2 * float(count.append(1) or len(count)),
+        "capture": lambda x: x**2 * eager_constant(),
+    }
+
+
+def eager_constant() -> Any:
+    with tf.init_scope():
+        return tf.constant(np.random.normal(size=1000), tf.float32)[0]
+
+
+@pytest.mark.parametrize("kind", changing_functions())
+def test_forward_and_pullback_agree_where_traces_do_not(kind: str) -> None:
+    program, x = engine.program(changing_functions()[kind], is_module=False), tf.constant(3.0)
+    for compile in (None, False):
+        result, residual = program.keep(site_of(1, compile=compile), (), [x])
+        factor = float(result.tensors[0]) / 9.0
+        for op, linear, expected in (
+            ((T, (0,), 1), tf.constant(1.0), 6 * factor),
+            ((J, (0,)), x, 18 * factor),
+        ):
+            found, _ = residual.derive(op, [linear], keep=False, accumulate=False)
+            np.testing.assert_allclose(found[0].numpy(), expected, rtol=1e-5)
+
+
+def python_functions() -> dict[str, Callable[[Any], Any]]:
+    """Targets that call Python from inside TensorFlow's graph, as a remote function inside one does."""
+
+    @tf.custom_gradient
+    def custom(x: Any) -> Any:
+        y = tf.numpy_function(lambda x: np.sin(x), [x], tf.float32)
+        y.set_shape(x.shape)
+        return y, lambda ct: ct * tf.numpy_function(lambda x: np.cos(x), [x], tf.float32)
+
+    def py_function(x: Any) -> Any:
+        y = tf.py_function(tf.sin, [x], tf.float32)
+        y.set_shape(x.shape)
+        return y
+
+    return {"py_function": py_function, "custom gradient": custom}
+
+
+@pytest.mark.parametrize("compile", [None, False])
+@pytest.mark.parametrize("kind", python_functions())
+def test_python_inside_the_graph(kind: str, compile: bool | None) -> None:
+    program, x = engine.program(python_functions()[kind], is_module=False), random(3, dtype=tf.float32)
+    result, residual = program.keep(site_of(1, compile=compile), (), [x])
+    close(result.tensors, [tf.sin(x)], 1e-6)
+    for _ in range(1 if kind == "py_function" else 2):  # TensorFlow keeps its tape for one pullback
+        found, _ = residual.derive((T, (0,), 1), [x], keep=False, accumulate=False)
+        close(found, [tf.cos(x) * x], 1e-6)
+
+
+def test_derivatives_outlive_the_traces_they_were_cut_from() -> None:
+    program, site, operands = (
+        engine.program(looped, is_module=False),
+        site_of(1, 2),
+        [random(4), random(4, 4)],
+    )
+    _, residual = program.keep(site, (), operands)
+    found = []
+    for _ in range(2):
+        found.append(residual.derive((T, (0,), 1), [random(4)], keep=False, accumulate=False)[0])
+        gc.collect()
+    same(*found)
+
+
+class Decorated(tf.Module):
+    """A tf.function of its own, with variables: its derivatives cannot be cut out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def __call__(self, x: Any) -> Any:
+        return x * self.w
+
+
+def test_a_tf_module_that_is_a_tf_function() -> None:
+    program, site, x = (
+        engine.program(Decorated(), is_module=True),
+        site_of(1, accumulate=True),
+        tf.constant([3.0, 4.0]),
+    )
+    result, residual = program.keep(site, (), [x])
+    assert isinstance(residual, Taped)
+    same(result.tensors, [tf.constant([3.0, 8.0])])
+    for n in (1, 2):
+        found, _ = residual.derive((T, (0,), 1), [tf.ones(2)], keep=False, accumulate=True)
+        same(found, [tf.constant([1.0, 2.0])])
+        same([program.grads()["w"]], [n * x])
 
 
 def test_a_lost_derivative_says_what_to_do() -> None:

@@ -1,7 +1,7 @@
 """The TensorFlow worker, Keras included. See `gradwire_workers.program.Engine`.
 
-A target is traced by `tf.function` once for each signature: what its Python does otherwise (counters,
-`np.random`, printing) then happens once, not at each call. A target that cannot be traced, because it looks
+A target is traced by `tf.function`, a few times for each signature: what its Python does otherwise
+(counters, `np.random`, printing) then happens at these times, not at each call. A target that cannot be traced, because it looks
 at values, runs eagerly at every call: ``options(compile=False)`` asks for that from the beginning,
 ``compile=True`` forbids it.
 
@@ -22,12 +22,19 @@ from gradwire_workers.tensorflow.programs import TensorFlowProgram
 
 __all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program"]
 
+# They turn x * 2.0 / 3.0 into x * 0.66…, x**3 into x * x * x, and activations into parts of other kernels.
+_CHANGE_BITS = ("constant_folding", "arithmetic_optimization", "remapping")
+
 
 def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
     """Must come before TensorFlow's first operation. x64 changes nothing: 64-bit types are always there.
 
     device: "cpu", "gpu", "gpu:1" (or "cuda:1"). Raises UsageError for one that is not there.
+
+    Graph rewrites that change bits are switched off, so that a traced call gives those of an eager one; a
+    target may switch them on again (`tf.config.optimizer.set_experimental_options`).
     """
+    tf.config.optimizer.set_experimental_options(dict.fromkeys(_CHANGE_BITS, False))
     if threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)

@@ -183,7 +183,9 @@ class SiteFunction:
 
 
 def _signature(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((x.shape, x.dtype) for x in tensors)
+    return tuple(
+        (*x.shape, x.dtype) for x in tensors
+    )  # (a TensorShape cannot be hashed before TensorFlow 2.9)
 
 
 def _result(word: tuple[Any, ...], tensors: Sequence[Any], structure: bytes) -> Result:

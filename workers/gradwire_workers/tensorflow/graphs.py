@@ -15,7 +15,8 @@ write). Any derivative of any order follows from the same saved tensors, any num
 
 Two nodes are the same if their definitions are, names of inputs included, and so are their inputs. A
 stateful node that is not the same (such as a call of a function that has variables, whose gradient rewrites
-it) must not be executed again: `NotReplayable`.
+it) must not be executed again: `NotReplayable`. Nor must a constant of the forward be another one in the
+derivative: then the target's Python gives something else at each trace (`np.random`, a counter).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _IRRELEVANT = ("_class", "_gradient_op_type")
 
 
 class NotReplayable(Exception):
-    """A derivative would execute something stateful of its forward once more."""
+    """A derivative would execute something stateful of its forward once more, or belong to another forward."""
 
 
 class Traced:
@@ -133,6 +134,18 @@ class Traced:
                 same.add(name)
         return same
 
+    def sources(self, *, inexact: bool) -> list[str]:
+        """Names of the function's constants and placeholders. inexact: constants of such types alone."""
+        found = [
+            n for n, node in self.nodes.items() if n in self._body and node.op in ("Const", "Placeholder")
+        ]
+        if not inexact:
+            return found
+        dtypes = {
+            n: tf.as_dtype(self.nodes[n].attr["dtype"].type) for n in found if self.nodes[n].op == "Const"
+        }
+        return [n for n, dtype in dtypes.items() if dtype.is_floating or dtype.is_complex]
+
     def reach(self, stops: Callable[[str], bool]) -> tuple[set[str], list[str]]:
         """The nodes that lead to the outputs, going no further than tensors that stop; and these tensors.
 
@@ -186,12 +199,18 @@ def _cheap(traced: Traced, tensor: str) -> bool:
 class Replay:
     """A derivative of a kept forward, as a function of its operands and of the forward's saved tensors.
 
-    Raises NotReplayable.
+    reshaped: the derivative has its forward in another shape (some operand has become a batch), so that
+    constants about shapes differ by right. Raises NotReplayable.
     """
 
-    def __init__(self, derivative: Traced, forward: Traced, saved: Sequence[str]) -> None:
+    def __init__(
+        self, derivative: Traced, forward: Traced, saved: Sequence[str], *, reshaped: bool = False
+    ) -> None:
         same, kept = derivative.same_nodes(forward), {name: i for i, name in enumerate(saved)}
         needed, edge = derivative.reach(lambda tensor: tensor in kept and _node_of(tensor) in same)
+        other = [name for name in forward.sources(inexact=reshaped) if name not in same]
+        if other:
+            raise NotReplayable(f"{', '.join(other)}: the target's Python gives something else at each trace")
         again = sorted(name for name in needed if name in derivative.stateful)
         if again:
             raise NotReplayable(f"{', '.join(again)} would be executed again")

@@ -85,7 +85,10 @@ class Module:
         return [v for v in others if "seed_generator" in getattr(v, "path", "")]
 
     def _listed(self, attribute: str) -> list[Any]:
-        return list(getattr(self.target, attribute, ()))
+        try:
+            return list(getattr(self.target, attribute, ()))
+        except ValueError:  # Keras 2, about a model that has not been called yet
+            return []
 
     def check_state(self) -> None:
         """Raises UsageError where there is no state to speak of."""

@@ -105,16 +105,24 @@ class Keeping:
             wrt = [spread_out[i] for i in op[1]]
             return [tf.zeros_like(x) if g is None else g for g, x in zip(found, wrt)] + found[len(wrt) :]
 
-        return self._cached((op, axes), operands, accumulate, lambda: Traced(rows, operands))
+        trace = lambda: Traced(rows, operands)  # noqa: E731
+        return self._cached((op, axes), operands, accumulate, trace, reshaped=any(spread))
 
     def _cached(
-        self, name: Any, operands: Sequence[Any], accumulate: bool, trace: Callable[[], Traced]
+        self,
+        name: Any,
+        operands: Sequence[Any],
+        accumulate: bool,
+        trace: Callable[[], Traced],
+        *,
+        reshaped: bool = False,
     ) -> tuple[Replay, list[str]]:
         variables = self.owner.trainable_names() if accumulate else []
-        key = (name, tuple(variables), *((x.shape, x.dtype) for x in operands[len(self._specs) :]))
+        key = (name, tuple(variables), *((*x.shape, x.dtype) for x in operands[len(self._specs) :]))
         found = self._derivatives.get(key)
         if found is None:
-            found = self._derivatives[key] = (Replay(trace(), self.forward, self._saved), variables)
+            replay = Replay(trace(), self.forward, self._saved, reshaped=reshaped)
+            found = self._derivatives[key] = (replay, variables)
             if len(self._derivatives) > MAX_DERIVATIVES:
                 self._derivatives.popitem(last=False)
         return found
