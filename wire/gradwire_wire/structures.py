@@ -66,6 +66,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
     Raises UnsupportedTensorError for a value that cannot cross, naming its type and what to do, and
     UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
     """
+    if type(tree) not in _NATIVE and is_leaf(tree):
+        return _LONE_LEAF, [tree]
     leaves: list[Any] = []
     try:
         structure = _Flattener(leaves, is_leaf).pack(tree)
@@ -97,7 +99,9 @@ class _Flattener:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} levels")
-        packed: bytes = msgpack.packb(tree, default=self.other, strict_types=True)
+        # (a packer's own default is a buffer of 256 KiB, which the system would give and take each time)
+        packer = msgpack.Packer(default=self.other, strict_types=True, buf_size=1024)
+        packed: bytes = packer.pack(tree)
         self.depth -= 1
         return packed
 
@@ -142,6 +146,12 @@ def positional(count: int) -> bytes:
     return flatten([[Leaf(i) for i in range(count)], {}], lambda x: type(x) is Leaf)[0]
 
 
+_NATIVE = frozenset({dict, list, tuple, type(None), bool, int, float, complex, str, bytes})
+_LONE_LEAF = flatten([Leaf(0)], lambda x: type(x) is Leaf)[0][1:]  # without the array around it
+_POSITIONAL = {positional(count): count for count in range(17)}
+"""The commonest trees, which need no unpacking: one tensor, and calls with tensors as arguments."""
+
+
 def _pack_scalar(x: np.generic) -> bytes:
     if x.dtype.kind not in _SCALAR_KINDS or x.dtype.itemsize > 16:
         raise TypeError(f"a numpy scalar of dtype {x.dtype} cannot be sent; convert it to a Python value")
@@ -172,6 +182,10 @@ def _field_names(kind: Any) -> list[str]:
 
 def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
     """The tree again, with ``leaves`` in its holes. Containers are new on each call."""
+    if structure == _LONE_LEAF and len(leaves) == 1:
+        return leaves[0]
+    if _POSITIONAL.get(structure) == len(leaves):
+        return [list(leaves), {}]
     count = leaf_count(structure)
     if count != len(leaves):
         raise ProtocolError(f"{len(leaves)} leaves for a structure with {count} holes")
