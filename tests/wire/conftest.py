@@ -49,12 +49,16 @@ class Side:
         with self.memory.lock:
             self.memory.arena.drain()
         arena = self.memory.arena
-        free = sum(s.nbytes for slots in arena._free.values() for s in slots)
-        return sum(s.nbytes for s in arena.segments) - free - self._never_carved()
+        never_carved = 0 if arena._chunk is None else arena._chunk.nbytes - arena._chunk_used
+        return arena.resident_bytes - arena.idle_bytes - never_carved
 
-    def _never_carved(self) -> int:
-        arena = self.memory.arena
-        return 0 if arena._chunk is None else arena._chunk.nbytes - arena._chunk_used
+    def close(self) -> None:
+        """The peer is gone, and so is this process; nothing here refers to anything any more."""
+        if self.__dict__:
+            self.exchange.end()
+            self.tether.close()
+            self.memory.close()
+            self.__dict__.clear()
 
 
 def carrier_of(array: np.ndarray) -> Carrier:
@@ -90,9 +94,7 @@ def join() -> Iterator[Callable[..., tuple[Side, Side]]]:
 
     yield join
     for side in made:
-        side.exchange.end()
-        side.tether.close()
-        side.memory.close()
+        side.close()
     made.clear()
     gc.collect()
 

@@ -115,6 +115,8 @@ class Memory:
         An ordinary array where memory cannot be shared. Like all shared memory it stays shared after ``fork``.
         """
         dtype = np.dtype(dtype)
+        if dtype.hasobject:
+            raise UnsupportedTensorError(f"Python objects (dtype {dtype}) cannot lie in shared memory")
         shape = tuple(shape) if np.iterable(shape) else (shape,)
         nbytes = math.prod(shape) * dtype.itemsize
         if not self.is_shared or nbytes <= 0:

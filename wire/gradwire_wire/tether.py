@@ -32,12 +32,19 @@ class TetherClosedError(Exception):
     """The peer is gone."""
 
 
+class _Socket(socket.socket):
+    """Closed with the object, on purpose and so without a warning."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Tether:
-    """One end. Packets are messages of `gradwire_wire.messages`; descriptors arrive close-on-exec."""
+    """One end; takes over the socket. Packets are messages of `gradwire_wire.messages`; descriptors arrive close-on-exec."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self._socket = _Socket(fileno=sock.detach())
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self.peer_pid, self.peer_uid, _ = struct.unpack("=iII", credentials)
 
     def fileno(self) -> int:
@@ -99,9 +106,6 @@ class Tether:
     def close(self) -> None:
         """Close this end; the peer sees end of file. Idempotent; happens with the object, too."""
         self._socket.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _descriptors_in(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
