@@ -10,7 +10,7 @@ compiled program of the user's, the text carries the remote message and tracebac
 
 Order. Nodes that move state thread XLA's token of JAX's ordered effect through the callback. Outside of compiled
 programs the caller waits before (`barrier`) and after, which needs no token and leaves none behind. If an ordered
-callback fails on a thread of XLA's, JAX (0.7 to 0.12 at least) hands its failed token to all later ordered programs
+callback fails on a thread of XLA's, JAX (0.10 and 0.12) hands its failed token to all later ordered programs
 of the dispatching thread; `barrier` ends that.
 """
 
