@@ -94,7 +94,9 @@ def growth(act: Callable[[], object], worker: gw.Worker, calls: int) -> dict[str
     for _ in range(calls):
         act()
     after = {who: usage(pid) for who, pid in pids.items()}
-    return {who: {what: after[who][what] - n for what, n in figures.items()} for who, figures in before.items()}
+    return {
+        who: {what: after[who][what] - n for what, n in figures.items()} for who, figures in before.items()
+    }
 
 
 def jitted(remote: gw.Remote, x: np.ndarray) -> Callable[[], object] | None:
@@ -109,11 +111,18 @@ def jitted(remote: gw.Remote, x: np.ndarray) -> Callable[[], object] | None:
 
 
 def machine() -> dict[str, Any]:
-    return {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(), "numpy": np.__version__}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "numpy": np.__version__,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("build/roundtrip.json"))
     parser.add_argument("--calls", type=int, default=10_000)
     args = parser.parse_args()
@@ -127,13 +136,20 @@ def main() -> int:
             left["jitted function"] = growth(compiled, worker, args.calls)
     missed = [name for name, figures in ratios.items() if figures["ratio"] > LIMITS[name]]
     for name, figures in ratios.items():
-        print(f"{name:40} {figures['us']:10.1f} µs ÷ {figures['beside_us']:10.1f} µs = {figures['ratio']:.2f} (limit {LIMITS[name]})")
+        print(
+            f"{name:40} {figures['us']:10.1f} µs ÷ {figures['beside_us']:10.1f} µs = {figures['ratio']:.2f} (limit {LIMITS[name]})"
+        )
     for how, processes in left.items():
         for who, figures in processes.items():
-            print(f"{args.calls} calls from {how:16} {who}: " + ", ".join(f"{what} {n:+d}" for what, n in figures.items()))
+            print(
+                f"{args.calls} calls from {how:16} {who}: "
+                + ", ".join(f"{what} {n:+d}" for what, n in figures.items())
+            )
             missed += [f"{how}, {who}: {what}" for what, n in figures.items() if n > GROWTH[what]]
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"machine": machine(), "ratios": ratios, "limits": LIMITS, "growth": left}, indent=1))
+    args.json.write_text(
+        json.dumps({"machine": machine(), "ratios": ratios, "limits": LIMITS, "growth": left}, indent=1)
+    )
     print(f"written to {args.json}")
     if missed:
         print("missed: " + "; ".join(missed))

@@ -24,7 +24,9 @@ def connect(target: str | None = None, *, start_timeout: float = 60.0) -> Bridge
     start_timeout: seconds the broker may take to come up; ConnectError after that.
     """
     if target is not None:
-        raise UsageError(f"connect({target!r}): this version opens private brokers only; call connect() without a target")
+        raise UsageError(
+            f"connect({target!r}): this version opens private brokers only; call connect() without a target"
+        )
     return Bridge(BrokerLink.start_private(start_timeout))
 
 
@@ -62,7 +64,9 @@ class Bridge:
         """
         self._check_usable()
         if requirements is not None:
-            raise UsageError("requirements=... is not in this version: make the environment yourself and name its python=")
+            raise UsageError(
+                "requirements=... is not in this version: make the environment yourself and name its python="
+            )
         chosen = name or self._free_name(framework)
         if chosen in self._workers and self._workers[chosen].alive:
             raise UsageError(f"there is a worker {chosen!r} already; give another name=")
@@ -88,7 +92,9 @@ class Bridge:
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():
-            raise ForkedError("this bridge belongs to the parent process; a forked child calls gradwire.connect() itself")
+            raise ForkedError(
+                "this bridge belongs to the parent process; a forked child calls gradwire.connect() itself"
+            )
         if self._closed:
             raise ClosedError("this bridge was closed; call gradwire.connect() again")
 

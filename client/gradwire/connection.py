@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from gradwire.broker_link import BrokerLink, WorkerFacts
 from gradwire_wire import errors, messages, sockets
@@ -79,19 +80,27 @@ class Connection:
         except TetherClosedError as error:
             raise ConnectError(f"worker {self.facts.name!r} hung up during the handshake") from error
         if received is None:
-            raise DeadlineError(f"worker {self.facts.name!r} did not answer within {timeout_s} s; it may be in a long call")
+            raise DeadlineError(
+                f"worker {self.facts.name!r} did not answer within {timeout_s} s; it may be in a long call"
+            )
         answer, descriptors = received
         if type(answer) is messages.Refused:
             close_all(descriptors)
             raise _class_named(answer.kind)(answer.message)
-        if type(answer) is not messages.Welcome or len(descriptors) > 1 or answer.incarnation != self.facts.incarnation:
+        if (
+            type(answer) is not messages.Welcome
+            or len(descriptors) > 1
+            or answer.incarnation != self.facts.incarnation
+        ):
             close_all(descriptors)
             raise ProtocolError(f"unexpected answer to Hello: {answer!r:.80}")
         return Exchange(self._memory, self._tether, Ledger.received(descriptors), ours), ours
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def request(self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None) -> tuple[Done, Sequence[bytes]]:
+    def request(
+        self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None
+    ) -> tuple[Done, Sequence[bytes]]:
         """Send one message and wait for its reply.
 
         make(call_id, headers): the message. Blocks at most ``timeout_s`` (None: until the worker answers or dies).
@@ -103,7 +112,9 @@ class Connection:
             self.last_error = (time.monotonic(), error)
             raise
 
-    def _request(self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None) -> tuple[Done, Sequence[bytes]]:
+    def _request(
+        self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None
+    ) -> tuple[Done, Sequence[bytes]]:
         start = time.perf_counter()
         further: list[Any] = []
         headers = self.exchange.lend(carriers, further)
@@ -148,7 +159,9 @@ class Connection:
                 "this proxy belongs to the parent process; a forked child opens a bridge of its own with gradwire.connect()"
             )
         if self._closed:
-            raise ClosedError(f"worker {self.facts.name!r} was closed; make a new one with bridge.worker(...)")
+            raise ClosedError(
+                f"worker {self.facts.name!r} was closed; make a new one with bridge.worker(...)"
+            )
         if self._gone.is_set():
             self._raise_dead(was_running=False)
 
@@ -159,7 +172,9 @@ class Connection:
             return self._idle.pop()
         except IndexError:
             number = next(self._numbers)
-            return sockets.connect_dealer(self.facts.endpoint, self._client_id + number.to_bytes(4, "big"), LOOK_MS)
+            return sockets.connect_dealer(
+                self.facts.endpoint, self._client_id + number.to_bytes(4, "big"), LOOK_MS
+            )
 
     def _wait(self, socket: Any, call_id: int, deadline: float | None) -> tuple[Any, Sequence[bytes]]:
         while True:
@@ -180,7 +195,9 @@ class Connection:
         if self._gone.is_set() and not socket.poll(0):
             self._raise_dead(was_running=True)
         if self._closed:
-            raise ClosedError(f"the bridge was closed while worker {self.facts.name!r} was working on this call")
+            raise ClosedError(
+                f"the bridge was closed while worker {self.facts.name!r} was working on this call"
+            )
         if deadline is not None and time.perf_counter() > deadline:
             raise DeadlineError(
                 f"worker {self.facts.name!r} did not answer in time; it was interrupted. Code that loops in C cannot be: "

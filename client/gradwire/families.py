@@ -13,7 +13,16 @@ from gradwire.site import Site
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import leaf_paths
 
-__all__ = ["FAMILIES", "Face", "barrier", "face_named", "family_of", "family_of_call", "is_leaf", "tensors_named"]
+__all__ = [
+    "FAMILIES",
+    "Face",
+    "barrier",
+    "face_named",
+    "family_of",
+    "family_of_call",
+    "is_leaf",
+    "tensors_named",
+]
 
 FAMILIES = ("torch", "jax", "tensorflow")
 """Besides numpy. A family has the name of its framework's top-level module."""
@@ -61,10 +70,12 @@ def tensors_named(family: str) -> Any:
 def face_named(family: str) -> Face:
     """The family's caller face."""
     try:
-        return importlib.import_module(f"gradwire.{family}")  # type: ignore[return-value]
+        return importlib.import_module(f"gradwire.{family}")
     except ModuleNotFoundError as error:
         if error.name == family:
-            raise UsageError(f"family {family!r} was asked for, but {family} is not installed here") from error
+            raise UsageError(
+                f"family {family!r} was asked for, but {family} is not installed here"
+            ) from error
         raise
 
 
@@ -82,7 +93,9 @@ def family_of_call(leaves: Sequence[Any], structure: bytes, chosen: str | None) 
                 )
             family, place = other, i
     if chosen is not None and family not in ("numpy", chosen):
-        raise UsageError(f"{leaf_paths(structure)[place]} is of {family}, but options(family={chosen!r}) was given")
+        raise UsageError(
+            f"{leaf_paths(structure)[place]} is of {family}, but options(family={chosen!r}) was given"
+        )
     return chosen or family
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,14 @@ class Handle:
     load: the arguments of `messages.Load` after the call id, and the factory's tensors.
     """
 
-    def __init__(self, connect: Callable[[], Connection], kind: str, target: str, structure: bytes, carriers: Sequence[Carrier]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        kind: str,
+        target: str,
+        structure: bytes,
+        carriers: Sequence[Carrier],
+    ) -> None:
         self._connect, self._kind, self._target = connect, kind, target
         self._structure, self._carriers = structure, [Carrier(c.array.copy(), c.dtype) for c in carriers]
         self._lock = threading.Lock()
@@ -58,7 +66,9 @@ class Handle:
 
     def _load(self, connection: Connection) -> None:
         reply, _ = connection.request(
-            lambda call_id, headers: messages.Load(call_id, self._kind, self._target, self._structure, headers),
+            lambda call_id, headers: messages.Load(
+                call_id, self._kind, self._target, self._structure, headers
+            ),
             self._carriers,
             None,
         )
@@ -87,7 +97,9 @@ class Handle:
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
             linear = linear_count(word)
-            brief: list[Carrier | None] = [None] * (len(carriers) - linear) + list(carriers[len(carriers) - linear :])
+            brief: list[Carrier | None] = [None] * (len(carriers) - linear) + list(
+                carriers[len(carriers) - linear :]
+            )
             try:
                 return self._send(connection, site, word, brief, keep, rows, token_ops)
             except ResidualLostError as error:
@@ -95,13 +107,33 @@ class Handle:
                     raise
         return self._send(connection, site, word, carriers, keep, rows, token_ops)
 
-    def _send(self, connection: Connection, site: Site, word: Word, carriers: Sequence[Carrier | None], keep: int, token: Any, token_ops: int) -> Outcome:
+    def _send(
+        self,
+        connection: Connection,
+        site: Site,
+        word: Word,
+        carriers: Sequence[Carrier | None],
+        keep: int,
+        token: Any,
+        token_ops: int,
+    ) -> Outcome:
         released = connection.take_released() if connection.released else []
 
         def make(call_id: int, headers: list[Any]) -> messages.Call:
             return messages.Call(
-                call_id, self._remote, site.structure, word, keep, token, token_ops, site.training, site.flags,
-                site.seed, headers, released, [],
+                call_id,
+                self._remote,
+                site.structure,
+                word,
+                keep,
+                token,
+                token_ops,
+                site.training,
+                site.flags,
+                site.seed,
+                headers,
+                released,
+                [],
             )
 
         reply, frames = connection.request(make, carriers, site.timeout_s)
@@ -122,10 +154,16 @@ class Handle:
             return known
         asked = [[list(a.shape), list(a.dtype)] for a in avals]
         reply, _ = connection.request(
-            lambda call_id, _: messages.Spec(call_id, self._remote, site.structure, site.training, site.flags, asked), [], site.timeout_s
+            lambda call_id, _: messages.Spec(
+                call_id, self._remote, site.structure, site.training, site.flags, asked
+            ),
+            [],
+            site.timeout_s,
         )
         facts, structure = fill(reply.structure, [])
-        result = SpecResult(tuple(Aval(tuple(shape), checked_dtype(*dtype)) for shape, dtype in facts), structure)
+        result = SpecResult(
+            tuple(Aval(tuple(shape), checked_dtype(*dtype)) for shape, dtype in facts), structure
+        )
         self._specs[site, avals] = result
         return result
 
@@ -135,11 +173,15 @@ class Handle:
         if connection is not None and token:
             connection.released.append(token)
 
-    def change_state(self, verb: str, structure: bytes, carriers: Sequence[Carrier], timeout_s: float | None = None) -> tuple[bytes, list[Carrier]]:
+    def change_state(
+        self, verb: str, structure: bytes, carriers: Sequence[Carrier], timeout_s: float | None = None
+    ) -> tuple[bytes, list[Carrier]]:
         """Ask for a verb about the module's state; returns a tree and its leaves."""
         connection = self._ready()
         reply, frames = connection.request(
-            lambda call_id, headers: messages.State(call_id, self._remote, verb, structure, headers), carriers, timeout_s
+            lambda call_id, headers: messages.State(call_id, self._remote, verb, structure, headers),
+            carriers,
+            timeout_s,
         )
         leaves = [c for c in connection.exchange.borrow_all(reply.headers, frames) if c is not None]
         if len(leaves) != len(reply.headers):

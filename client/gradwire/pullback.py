@@ -35,14 +35,18 @@ class Pullback:
     floating-point or complex tensor, zeros where it is one and was not used.
     """
 
-    def __init__(self, handle: Handle, site: Site, family: str, carriers: list[Carrier], outcome: Outcome) -> None:
+    def __init__(
+        self, handle: Handle, site: Site, family: str, carriers: list[Carrier], outcome: Outcome
+    ) -> None:
         self._handle, self._site, self._family = handle, site, family
         self._token, self._structure = outcome.token, outcome.structure
         self._results = [(c.array.shape, c.dtype) for c in outcome.carriers if c is not None]
         self._inputs = [(c.array.shape, c.dtype) for c in carriers]
         self._wrt = tuple(i for i, c in enumerate(carriers) if c.dtype.is_inexact)
         recompute = site.residuals == "recompute"
-        self._primals = [Carrier(c.array.copy(), c.dtype) for c in carriers] if recompute else [None] * len(carriers)
+        self._primals = (
+            [Carrier(c.array.copy(), c.dtype) for c in carriers] if recompute else [None] * len(carriers)
+        )
         self._released = False
         self._finalizer = weakref.finalize(self, handle.release, outcome.token)
         self._finalizer.atexit = False
@@ -58,9 +62,11 @@ class Pullback:
         cotangents = self._cotangents(out_bar)
         word = (("T", self._wrt, len(cotangents)),)
         try:
-            outcome = self._handle.invoke(self._site, word, [*self._primals, *cotangents], token=self._token)  # type: ignore[list-item]
+            outcome = self._handle.invoke(self._site, word, [*self._primals, *cotangents], token=self._token)
         except ResidualLostError as error:
-            raise ResidualLostError(f"{error}. options(residuals='recompute') keeps nothing and computes it again") from error
+            raise ResidualLostError(
+                f"{error}. options(residuals='recompute') keeps nothing and computes it again"
+            ) from error
         args_bar, kwargs_bar = fill_leaves_only(self._site.structure, self._gradients(outcome))
         return (tuple(args_bar), kwargs_bar) if kwargs else tuple(args_bar)
 
@@ -92,7 +98,9 @@ def jvp(handle: Handle, site: Site, family: str, carriers: list[Carrier], tangen
     paths = leaf_paths(site.structure)
     given = leaves_like(site.structure, tangents, "the tangents")
     wrt = tuple(i for i, c in enumerate(carriers) if c.dtype.is_inexact and given[i] is not None)
-    dots = [_like(given[i], carriers[i].array.shape, carriers[i].dtype, f"the tangent of {paths[i]}") for i in wrt]
+    dots = [
+        _like(given[i], carriers[i].array.shape, carriers[i].dtype, f"the tangent of {paths[i]}") for i in wrt
+    ]
     outcome = handle.invoke(site, (), carriers, keep=messages.KEEP)
     try:
         moved = handle.invoke(site, (("J", wrt),), [*carriers, *dots], token=outcome.token)

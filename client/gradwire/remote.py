@@ -86,7 +86,9 @@ class Remote:
         """
         structure, leaves = self._flatten(args, kwargs)
         face = face_named(family_of_call(leaves, structure, self._options.family))
-        return face.call(self.handle, self._plain_site(structure, self.handle.is_module and face.ACCUMULATES), leaves)
+        return face.call(
+            self.handle, self._plain_site(structure, self.handle.is_module and face.ACCUMULATES), leaves
+        )
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
         """Results and pullback, for any caller (see `Pullback`).
@@ -177,7 +179,9 @@ class Remote:
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         barrier()  # or this would overtake what a compiled program has dispatched
         structure, leaves = self._flatten(args, kwargs)
-        tree, carriers = self.handle.change_state(verb, structure, [_export(x) for x in leaves], self._options.timeout)
+        tree, carriers = self.handle.change_state(
+            verb, structure, [_export(x) for x in leaves], self._options.timeout
+        )
         adopt = tensors_named(self._options.family or "numpy").adopt
         return fill(tree, [adopt(c) for c in carriers])
 
@@ -212,7 +216,9 @@ class Remote:
             site = self._sites[key] = self._site(structure, accumulate=accumulate)
         return site
 
-    def _exported(self, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> tuple[Site, str, list[Carrier]]:
+    def _exported(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any
+    ) -> tuple[Site, str, list[Carrier]]:
         structure, leaves = self._flatten(args, kwargs)
         family = family_of_call(leaves, structure, self._options.family)
         return self._site(structure, **overrides), family, [_export(x) for x in leaves]

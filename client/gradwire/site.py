@@ -38,7 +38,9 @@ class Site:
     def flags(self) -> int:
         """The flags of the messages this site sends."""
         flags = messages.ACCUMULATE * self.accumulate | messages.ANCHORED * self.anchored
-        return flags if self.compile is None else flags | (messages.TRACED if self.compile else messages.EAGER)
+        return (
+            flags if self.compile is None else flags | (messages.TRACED if self.compile else messages.EAGER)
+        )
 
 
 class SpecResult(NamedTuple):

@@ -38,7 +38,9 @@ def digits(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, 
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def batches(images: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def batches(
+    images: np.ndarray, labels: np.ndarray, rng: np.random.Generator
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """One epoch of shuffled full batches."""
     order = rng.permutation(len(images))
     for start in range(0, len(order) - BATCH + 1, BATCH):
@@ -64,7 +66,9 @@ def check_input_gradient(encoder: gw.Remote, head: gw.Remote, image: np.ndarray,
     eps = 1e-2
     measured = (float(loss(x + eps * direction)) - float(loss(x - eps * direction))) / (2 * eps)
     error = abs(measured - slope) / abs(slope)
-    print(f"input gradient through both workers: {slope:.6f}; central difference: {measured:.6f} (relative error {error:.1e})")
+    print(
+        f"input gradient through both workers: {slope:.6f}; central difference: {measured:.6f} (relative error {error:.1e})"
+    )
     if error > 1e-2:
         sys.exit("the input gradient does not agree with central differences")
 
@@ -77,7 +81,9 @@ def start(bridge: gw.Bridge, framework: str, python: str) -> gw.Worker:
 def show_environments(bridge: gw.Bridge) -> None:
     """Three interpreters, three sets of packages."""
     absent = [name for name in ("torch", "tensorflow", "keras") if importlib.util.find_spec(name) is None]
-    print(f"program  {sys.executable}: jax {jax.__version__}, numpy {np.__version__}; not installed: {', '.join(absent)}")
+    print(
+        f"program  {sys.executable}: jax {jax.__version__}, numpy {np.__version__}; not installed: {', '.join(absent)}"
+    )
     for worker in bridge.workers():
         info = worker.info
         print(
@@ -112,7 +118,10 @@ def main() -> None:
         head = start(bridge, "tensorflow", args.tensorflow_python).module("head:make_head", args.seed)
         show_environments(bridge)
 
-        optimizers = [encoder.optimizer("torch.optim:Adam", lr=2e-3), head.optimizer("keras.optimizers:Adam", learning_rate=2e-3)]
+        optimizers = [
+            encoder.optimizer("torch.optim:Adam", lr=2e-3),
+            head.optimizer("keras.optimizers:Adam", learning_rate=2e-3),
+        ]
         encode, encoder_anchor = gw.jax.functional(encoder, owner="worker")
         classify, head_anchor = gw.jax.functional(head, owner="worker")
 

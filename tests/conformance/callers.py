@@ -49,7 +49,11 @@ def flat(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def inexact(arrays: Sequence[Any]) -> list[int]:
     """Which arrays can be differentiated."""
-    return [i for i, x in enumerate(arrays) if np.issubdtype(np.dtype(getattr(x.dtype, "name", None) or str(x.dtype)[6:]), np.inexact)]
+    return [
+        i
+        for i, x in enumerate(arrays)
+        if np.issubdtype(np.dtype(getattr(x.dtype, "name", None) or str(x.dtype)[6:]), np.inexact)
+    ]
 
 
 class NumpyCaller:
@@ -63,14 +67,21 @@ class NumpyCaller:
         given = iter(cts)
         leaves = leaves_of(out)
         moving = inexact(leaves)
-        bar = with_leaves(out, [next(given) if i in moving else np.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)])
+        bar = with_leaves(
+            out, [next(given) if i in moving else np.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)]
+        )
         return leaves_of(pullback(bar))
 
-    def tangents(self, function: Any, args: Any, kwargs: Any, dots: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+    def tangents(
+        self, function: Any, args: Any, kwargs: Any, dots: Sequence[np.ndarray]
+    ) -> list[np.ndarray] | None:
         if kwargs:
             return None  # Remote.jvp takes positional arguments
         given = iter(dots)
-        tangents = with_leaves(args, [next(given) if i in inexact(leaves_of(args)) else None for i, _ in enumerate(leaves_of(args))])
+        tangents = with_leaves(
+            args,
+            [next(given) if i in inexact(leaves_of(args)) else None for i, _ in enumerate(leaves_of(args))],
+        )
         return [x for x in leaves_of(function.jvp(args, tangents)[1]) if x is not None]
 
 
@@ -98,7 +109,12 @@ class JaxCaller:
         def act(*inputs: Any) -> Any:
             xs, given = inputs[: len(arrays)], iter(inputs[len(arrays) :])
             outs, pull = jax.vjp(f, *xs)
-            bars = [next(given) if jax.numpy.issubdtype(o.dtype, jax.numpy.inexact) else np.zeros(o.shape, jax.dtypes.float0) for o in outs]
+            bars = [
+                next(given)
+                if jax.numpy.issubdtype(o.dtype, jax.numpy.inexact)
+                else np.zeros(o.shape, jax.dtypes.float0)
+                for o in outs
+            ]
             bars_in = pull(bars)
             return [bars_in[i] for i in moving]
 
@@ -112,9 +128,15 @@ class JaxCaller:
 
         def act(*inputs: Any) -> Any:
             xs, given = inputs[: len(arrays)], iter(inputs[len(arrays) :])
-            full = [next(given) if i in moving else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(xs)]
+            full = [
+                next(given) if i in moving else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(xs)
+            ]
             outs, moved = jax.jvp(f, xs, tuple(full))
-            return [m for o, m in zip(outs, moved, strict=True) if jax.numpy.issubdtype(o.dtype, jax.numpy.inexact)]
+            return [
+                m
+                for o, m in zip(outs, moved, strict=True)
+                if jax.numpy.issubdtype(o.dtype, jax.numpy.inexact)
+            ]
 
         return self._run(act, [*arrays, *dots])
 
@@ -135,7 +157,10 @@ class TorchCaller:
         moving = inexact(arrays)
         xs = [torch.tensor(x, requires_grad=i in moving) for i, x in enumerate(arrays)]
         outs = [o for o in flat(function, args, kwargs)(*xs) if o.is_floating_point()]
-        return [g.numpy() for g in torch.autograd.grad(outs, [xs[i] for i in moving], list(map(torch.tensor, cts)))]
+        return [
+            g.numpy()
+            for g in torch.autograd.grad(outs, [xs[i] for i in moving], list(map(torch.tensor, cts)))
+        ]
 
     def tangents(self, function: Any, args: Any, kwargs: Any, dots: Sequence[np.ndarray]) -> list[np.ndarray]:
         import torch
@@ -146,9 +171,16 @@ class TorchCaller:
 
         def act(*given: Any) -> Any:
             it = iter(given)
-            return tuple(o for o in f(*[next(it) if i in moving else x for i, x in enumerate(xs)]) if o.is_floating_point())
+            return tuple(
+                o
+                for o in f(*[next(it) if i in moving else x for i, x in enumerate(xs)])
+                if o.is_floating_point()
+            )
 
-        return [x.numpy() for x in torch.func.jvp(act, tuple(xs[i] for i in moving), tuple(map(torch.tensor, dots)))[1]]
+        return [
+            x.numpy()
+            for x in torch.func.jvp(act, tuple(xs[i] for i in moving), tuple(map(torch.tensor, dots)))[1]
+        ]
 
 
 class TensorflowCaller:

@@ -14,9 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conformance.callers import CALLERS, JaxCaller, NumpyCaller, TensorflowCaller, TorchCaller, inexact, leaves_of
 
 import gradwire as gw
+from tests.conformance.callers import (
+    CALLERS,
+    JaxCaller,
+    NumpyCaller,
+    TensorflowCaller,
+    TorchCaller,
+    inexact,
+    leaves_of,
+)
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 WORKERS = ("torch", "tensorflow", "jax", "numpy")
@@ -44,7 +52,12 @@ class InProcess:
     def __init__(self, worker: str, function: str) -> None:
         self.worker = worker
         self.function = getattr(importlib.import_module(f"in_{worker}"), function)
-        oracles = {"torch": TorchCaller, "numpy": NumpyCaller, "jax": lambda: JaxCaller(True), "tensorflow": lambda: TensorflowCaller(True)}
+        oracles = {
+            "torch": TorchCaller,
+            "numpy": NumpyCaller,
+            "jax": lambda: JaxCaller(True),
+            "tensorflow": lambda: TensorflowCaller(True),
+        }
         self.caller = oracles[worker]()
 
     def forward(self, args: Any, kwargs: Any) -> list[np.ndarray]:
@@ -57,13 +70,21 @@ class InProcess:
         return self.caller.gradients(self.function, args, kwargs, cts)
 
     def tangents(self, args: Any, kwargs: Any, dots: Any) -> list[np.ndarray]:
-        if self.worker == "tensorflow":  # the pullback is linear: its transpose, by finite sums, is the tangent
+        if (
+            self.worker == "tensorflow"
+        ):  # the pullback is linear: its transpose, by finite sums, is the tangent
             return _transposed_pullback(self, args, kwargs, dots)
         if self.worker == "numpy":
             given = iter(dots)
             from tests.conformance.callers import with_leaves
 
-            tangents = with_leaves(args, [next(given) if i in inexact(leaves_of(args)) else None for i, _ in enumerate(leaves_of(args))])
+            tangents = with_leaves(
+                args,
+                [
+                    next(given) if i in inexact(leaves_of(args)) else None
+                    for i, _ in enumerate(leaves_of(args))
+                ],
+            )
             return leaves_of(self.function.jvp(args, tangents, **kwargs)[1])
         return self.caller.tangents(self.function, args, kwargs, dots)
 
@@ -80,7 +101,7 @@ def _transposed_pullback(oracle: InProcess, args: Any, kwargs: Any, dots: Any) -
     outs = oracle.forward(args, kwargs)
     shapes = [(outs[i].shape, outs[i].dtype) for i in inexact(outs)]
     tangents = [np.zeros(shape, dtype) for shape, dtype in shapes]
-    for k, (shape, dtype) in enumerate(shapes):
+    for k, (shape, _) in enumerate(shapes):
         for where in np.ndindex(*shape):
             cts = [np.zeros(s, d) for s, d in shapes]
             cts[k][where] = 1
@@ -113,7 +134,9 @@ def bridge() -> Iterator[gw.Bridge]:
 def worker(request: pytest.FixtureRequest, bridge: gw.Bridge) -> Iterator[gw.Worker]:
     framework = request.param
     python = None if framework == "numpy" else request.getfixturevalue(f"{framework}_python")
-    made = bridge.worker(framework, python=python, path=[TARGETS], threads=1, x64=True if framework == "jax" else None)
+    made = bridge.worker(
+        framework, python=python, path=[TARGETS], threads=1, x64=True if framework == "jax" else None
+    )
     made.framework = framework
     yield made
     made.close()
@@ -136,7 +159,10 @@ def targets_in_process() -> Iterator[None]:
 @pytest.mark.parametrize("caller", CALLERS)
 def test_cell(worker: gw.Worker, caller: str, function: str, dtype: str) -> None:
     args, kwargs = arguments(function, dtype)
-    remote, oracle = worker.function(f"in_{worker.framework}:{function}"), InProcess(worker.framework, function)
+    remote, oracle = (
+        worker.function(f"in_{worker.framework}:{function}"),
+        InProcess(worker.framework, function),
+    )
 
     wanted = oracle.forward(args, kwargs)
     got = CALLERS[caller].forward(remote, args, kwargs)

@@ -28,7 +28,9 @@ def worker_of(shared_bridge: gw.Bridge, request: pytest.FixtureRequest) -> Calla
         if framework not in made:
             python: Any = None if framework == "numpy" else request.getfixturevalue(f"{framework}_python")
             x64 = True if framework == "jax" else None
-            made[framework] = shared_bridge.worker(framework, python=python, path=[TARGETS], threads=1, x64=x64)
+            made[framework] = shared_bridge.worker(
+                framework, python=python, path=[TARGETS], threads=1, x64=x64
+            )
         return made[framework]
 
     return worker

@@ -92,7 +92,7 @@ def test_a_closed_bridge_and_worker() -> None:
     worker = bridge.worker("numpy")
     remote = worker.function("operator:neg")
     worker.close()
-    with pytest.raises(gw.ClosedError, match="bridge.worker"):
+    with pytest.raises(gw.ClosedError, match=r"bridge\.worker"):
         remote(X)
     bridge.close()
     bridge.close()

@@ -33,7 +33,11 @@ def test_r16_a_kept_result_stays_as_it_was(worker_of: Workers, framework: str) -
 
 @pytest.mark.parametrize("framework", WORKERS)
 def test_r16_a_kept_argument_stays_as_it_was(worker_of: Workers, framework: str) -> None:
-    keep = worker_of(framework).function("any_framework:keep").options(compile=False if framework in ("jax", "tensorflow") else "auto")
+    keep = (
+        worker_of(framework)
+        .function("any_framework:keep")
+        .options(compile=False if framework in ("jax", "tensorflow") else "auto")
+    )
     first = large(1000)
     for i in range(1000, 1030):
         np.testing.assert_array_equal(keep(large(i)), first)
@@ -70,7 +74,9 @@ def test_r16_results_outlive_the_bridge() -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_r15_read_only_inputs_and_in_place_functions(worker_of: Workers, shared_bridge: gw.Bridge, framework: str, shared: bool) -> None:
+def test_r15_read_only_inputs_and_in_place_functions(
+    worker_of: Workers, shared_bridge: gw.Bridge, framework: str, shared: bool
+) -> None:
     x = large(3)
     if shared:
         lent = shared_bridge.empty(x.shape, x.dtype)
@@ -91,8 +97,16 @@ def test_r15_read_only_inputs_and_in_place_functions(worker_of: Workers, shared_
 def test_r13_layouts_element_by_element_inside_the_worker(worker_of: Workers) -> None:
     describe = worker_of("numpy").function("in_numpy:describe")
     base = np.random.default_rng(0).normal(size=(20, 30, 40))
-    views = [base.transpose(axes) for axes in [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]]
-    views += [base[:, ::2], base[::-1], np.asfortranarray(base), np.broadcast_to(base[:1], (3, 30, 40)), base[1:, 1:, 1:]]
+    views = [
+        base.transpose(axes) for axes in [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+    ]
+    views += [
+        base[:, ::2],
+        base[::-1],
+        np.asfortranarray(base),
+        np.broadcast_to(base[:1], (3, 30, 40)),
+        base[1:, 1:, 1:],
+    ]
     for view in views:
         elements, strides, writeable = describe(view)
         np.testing.assert_array_equal(elements, np.array([view[i] for i in np.ndindex(view.shape)]))
@@ -160,6 +174,12 @@ def test_r02_a_worker_started_after_jax_and_threads() -> None:
         print("done")
         """
     )
-    run = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", program], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert run.returncode == 0 and run.stdout.strip() == "done", run.stderr
     assert "fork" not in run.stderr

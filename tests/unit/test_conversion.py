@@ -25,7 +25,11 @@ def address(x: Any) -> int:
         return x.data_ptr()
     if isinstance(x, np.ndarray):
         return x.__array_interface__["data"][0]
-    return x.unsafe_buffer_pointer() if isinstance(x, jnp.ndarray) else np.asarray(memoryview(x)).__array_interface__["data"][0]
+    return (
+        x.unsafe_buffer_pointer()
+        if isinstance(x, jnp.ndarray)
+        else np.asarray(memoryview(x)).__array_interface__["data"][0]
+    )
 
 
 def aligned(values: np.ndarray) -> np.ndarray:
@@ -52,7 +56,11 @@ def test_every_pair_keeps_values_and_dtype(source: str, to: str, dtype: str) -> 
 def test_the_same_memory_where_the_layout_allows() -> None:
     x = aligned(np.random.default_rng(0).normal(size=(300, 400)).astype(np.float32))
     there = {name: convert(x) for name, convert in CONVERT.items()}
-    assert {name: address(y) == address(x) for name, y in there.items() if name != "tf"} == {"jax": True, "torch": True, "numpy": True}
+    assert {name: address(y) == address(x) for name, y in there.items() if name != "tf"} == {
+        "jax": True,
+        "torch": True,
+        "numpy": True,
+    }
     for name, y in there.items():
         assert address(gw.to_numpy(y)) == address(y), name
     t = torch.from_numpy(x)

@@ -11,9 +11,7 @@ import hmac
 import os
 import time
 from functools import lru_cache
-from typing import Any, Callable, Sequence
-
-import numpy as np
+from typing import Any, Callable, NamedTuple, Sequence
 
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Aval, Carrier
@@ -21,19 +19,19 @@ from gradwire_wire.dtypes import checked_dtype
 from gradwire_wire.errors import (
     GradwireError,
     ProtocolError,
-    ResidualLostError,
     UsageError,
     VersionMismatchError,
 )
 from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.messages import Call, Done, Failed, Hello, Load, Refused, Release, Spec, State, Welcome
-from gradwire_wire.segments import Ledger, SharingUnavailableError, read_memory
+from gradwire_wire.segments import Ledger, read_memory
 from gradwire_wire.structures import MAX_CACHED, fill, flatten
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
-from gradwire_wire.words import checked_word, linear_count
+from gradwire_wire.words import checked_word
 from gradwire_workers import faults
+from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
-from gradwire_workers.program import Program, Result, WorkerSite
+from gradwire_workers.program import Program, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 from gradwire_workers.state import State as ModuleState
 from gradwire_workers.targets import find_target, is_factory
@@ -48,6 +46,13 @@ class Session:
 
     def __init__(self, client_id: bytes, tether: Tether, marks: Ledger, exchange: Exchange) -> None:
         self.client_id, self.tether, self.marks, self.exchange = client_id, tether, marks, exchange
+
+
+class Reply(NamedTuple):
+    """What goes back: the message, and tensors that could not be shared."""
+
+    message: Done | Failed
+    frames: Sequence[bytes] = ()
 
 
 class Desk:
@@ -77,7 +82,7 @@ class Desk:
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._interrupts = Interrupts()
         self._poller = sockets.Poller()
-        self._do: dict[type, Callable[[Session, Any, list[Carrier | None]], Done | None]] = {
+        self._do: dict[type, Callable[[Session, Any, list[Carrier | None]], Reply | None]] = {
             Call: self._call,
             Spec: self._spec,
             Load: self._load,
@@ -182,40 +187,43 @@ class Desk:
                 raise ProtocolError(f"a worker is not told {type(message).__name__}")
             call_id = getattr(message, "call_id", 0)
             # all tensors at once and first of all: whatever goes wrong later, each of them is returned
-            reply = act(session, message, session.exchange.borrow_all(getattr(message, "headers", ()), frames[1:]))
+            reply = act(
+                session, message, session.exchange.borrow_all(getattr(message, "headers", ()), frames[1:])
+            )
         except BaseException as error:  # whatever user code raises is an answer; the worker lives
-            reply, self._further = faults.failed(call_id, error), []
+            reply = Reply(faults.failed(call_id, error))
             del error
         if reply is not None:
-            self._answer(session, identity, reply)
+            self._send(session, identity, reply)
 
-    _further: list[bytes] = []
-
-    def _answer(self, session: Session | None, identity: bytes, reply: Done | Failed) -> None:
+    def _send(self, session: Session | None, identity: bytes, reply: Reply) -> None:
         try:
-            try:
-                frame = messages.pack(reply)
-            except Exception as error:  # longer than the client would read, or text that is none
-                self._take_back(session, reply)
-                frame, self._further = messages.pack(faults.failed(reply.call_id, error)), []
-            sockets.send_nowait(self._router, [identity, frame, *self._further])
+            frames = [identity, messages.pack(reply.message), *reply.frames]
+        except Exception as error:  # longer than the client would read, or text that is none
+            _take_back(session, reply)
+            frames = [identity, messages.pack(faults.failed(reply.message.call_id, error))]
+        try:
+            sockets.send_nowait(self._router, frames)
         except sockets.Unreachable:
-            self._take_back(session, reply)
-        self._further = []
+            _take_back(session, reply)
 
-    @staticmethod
-    def _take_back(session: Session | None, reply: Done | Failed) -> None:
-        if session is not None and type(reply) is Done:
-            session.exchange.take_back(reply.headers)
-
-    def _done(self, session: Session, call_id: int, result: Sequence[Any], structure: bytes, token: int = 0, ns: int = 0) -> Done:
+    def _done(
+        self,
+        session: Session,
+        call_id: int,
+        result: Sequence[Any],
+        structure: bytes,
+        token: int = 0,
+        ns: int = 0,
+    ) -> Reply:
         frames: list[bytes] = []
-        carriers = [None if x is None else x if type(x) is Carrier else self._engine.export(x) for x in result]
+        carriers = [
+            None if x is None else x if type(x) is Carrier else self._engine.export(x) for x in result
+        ]
         headers = session.exchange.lend(carriers, frames)
-        self._further = frames
-        return Done(call_id, structure, headers, token, ns)
+        return Reply(Done(call_id, structure, headers, token, ns), frames)
 
-    def _call(self, session: Session, call: Call, carriers: list[Carrier | None]) -> Done:
+    def _call(self, session: Session, call: Call, carriers: list[Carrier | None]) -> Reply:
         program = self._program(call.remote)
         self._residuals.release(call.released, session.client_id)
         if self._incarnation in call.chain:
@@ -229,7 +237,7 @@ class Desk:
         start = time.perf_counter_ns()
         try:
             self._interrupts.begin(session.marks, call.call_id)
-            result, residual = self._evaluate(program, site, word, call, operands)
+            result, residual = evaluate(program, site, word, call, operands, self._residuals)
         finally:
             self._interrupts.end()
         elapsed = time.perf_counter_ns() - start
@@ -255,53 +263,15 @@ class Desk:
         carriers.clear()  # the caller of this still has the list, and must not keep what the call let go
         return operands
 
-    def _evaluate(self, program: Program, site: WorkerSite, word: Any, call: Call, operands: list[Any]) -> tuple[Result, Any]:
-        """The derived function at the operands, from the kept graph where there is one."""
-        if call.token:
-            kept = self._from_residual(word, call, operands, site)
-            if kept is not None:
-                return kept
-        if any(x is None for x in operands):
-            _lost(program, recompute=True)
-        if call.token and not _may_recompute(program, site, word):
-            _lost(program, recompute=False)
-        if call.keep == messages.KEEP_ROWS:
-            return program.keep_rows(site, word, operands)
-        if call.keep:
-            return program.keep(site, word, operands)
-        return program.run(site, word, operands), None
-
-    def _from_residual(self, word: Any, call: Call, operands: list[Any], site: WorkerSite) -> tuple[Result, Any] | None:
-        rows = call.token if type(call.token) is list else None
-        token = rows[0][0] if rows else call.token if rows is None else 0
-        kept = self._residuals.find(token, call.remote)
-        if kept is None or len(word) < call.token_ops + 1:
-            return None
-        op = word[call.token_ops]
-        linear = operands[len(operands) - linear_count(word) :]
-        if op[0] not in "TJ" or any(x is None for x in linear):
-            return None
-        if op[0] == "T":
-            self._residuals.note_pulled(token)
-        if rows is None:
-            if len(word) != call.token_ops + 1:
-                return None
-            made, further = kept.residual.derive(op, linear, keep=bool(call.keep), accumulate=site.accumulate and op[0] == "T")
-            return Result(made), further
-        if call.keep or len(word) != call.token_ops + 2 or word[-1][0] != "V" or any(r[0] != token for r in rows):
-            return None
-        batch = kept.residual.derive_rows(op, word[-1][1], linear, np.asarray([r[1] for r in rows]))
-        return None if batch is None else (Result(batch), None)
-
-    def _spec(self, session: Session, spec: Spec, carriers: list[Carrier | None]) -> Done:
+    def _spec(self, session: Session, spec: Spec, carriers: list[Carrier | None]) -> Reply:
         program = self._program(spec.remote)
         site = _site_of(spec, program)
         avals = [_aval_of(raw) for raw in spec.avals]
         results, structure = program.spec(site, avals)
         tree, _ = flatten([[[list(a.shape), list(a.dtype)] for a in results], structure], _never)
-        return Done(spec.call_id, tree, [], 0, 0)
+        return Reply(Done(spec.call_id, tree, [], 0, 0))
 
-    def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Done:
+    def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Reply:
         args, kwargs = fill(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
         found = find_target(load.target)
         is_module = load.kind == "module"
@@ -315,9 +285,9 @@ class Desk:
         number = len(self._programs) + 1
         self._programs[number] = program
         facts = {"remote": number, "is_module": program.is_module, "training": program.training}
-        return Done(load.call_id, flatten(facts, _never)[0], [], 0, 0)
+        return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
 
-    def _change_state(self, session: Session, state: State, carriers: list[Carrier | None]) -> Done:
+    def _change_state(self, session: Session, state: State, carriers: list[Carrier | None]) -> Reply:
         args, kwargs = fill(state.structure, _all_there(carriers))
         tree = self._state.act(self._program(state.remote), state.verb, args, kwargs)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
@@ -331,6 +301,12 @@ class Desk:
             return self._programs[number]
         except KeyError:
             raise ProtocolError(f"worker {self._name!r} has no remote {number}; was it restarted?") from None
+
+
+def _take_back(session: Session | None, reply: Reply) -> None:
+    """The reply was not sent: what it would have lent comes back."""
+    if session is not None and type(reply.message) is Done:
+        session.exchange.take_back(reply.message.headers)
 
 
 def _all_there(carriers: list[Carrier | None]) -> list[Carrier]:
@@ -354,30 +330,27 @@ def _site_of(message: Call | Spec, program: Program) -> WorkerSite:
 def _site(structure: bytes, training: bool | None, flags: int, seed: int | None) -> WorkerSite:
     compile_ = False if flags & messages.EAGER else True if flags & messages.TRACED else None
     return WorkerSite(
-        structure, training, bool(flags & messages.ACCUMULATE), bool(flags & messages.ANCHORED), seed, compile_
+        structure,
+        training,
+        bool(flags & messages.ACCUMULATE),
+        bool(flags & messages.ANCHORED),
+        seed,
+        compile_,
     )
 
 
 def _aval_of(raw: Any) -> Aval:
-    if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not list or type(raw[1]) is not list or len(raw[1]) != 3:
+    if (
+        type(raw) is not list
+        or len(raw) != 2
+        or type(raw[0]) is not list
+        or type(raw[1]) is not list
+        or len(raw[1]) != 3
+    ):
         raise ProtocolError(f"an abstract value must be [shape, [code, bits, lanes]], not {raw!r:.80}")
     if not all(type(n) is int and n >= 0 for n in raw[0]):
         raise ProtocolError(f"a shape must be natural numbers, not {raw[0]!r:.80}")
     return Aval(tuple(raw[0]), checked_dtype(*raw[1]))
-
-
-def _may_recompute(program: Program, site: WorkerSite, word: Any) -> bool:
-    """Whether running the forward again gives what the lost one gave, and has no other effect."""
-    return not site.accumulate and not site.training and program.generation == 0
-
-
-def _lost(program: Program, *, recompute: bool) -> None:
-    error = ResidualLostError(
-        "the kept forward of this pullback is gone (evicted for lack of memory, released, or of a former life of "
-        "the worker) and cannot be computed again, since the module has state. Run the forward again"
-    )
-    error.recompute = recompute  # type: ignore[attr-defined]
-    raise error
 
 
 def _never(_: Any) -> bool:

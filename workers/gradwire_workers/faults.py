@@ -14,7 +14,9 @@ from gradwire_wire.messages import Failed
 __all__ = ["failed"]
 
 MAX_TEXT = 200_000
-_OWN = tuple(os.path.abspath(folder) + os.sep for m in (gradwire_wire, gradwire_workers) for folder in m.__path__)
+_OWN = tuple(
+    os.path.abspath(folder) + os.sep for m in (gradwire_wire, gradwire_workers) for folder in m.__path__
+)
 
 
 def failed(call_id: int, error: BaseException) -> Failed:

@@ -19,7 +19,9 @@ class Flat:
     in a result are leaves too: the framework's file converts them.
     """
 
-    def __init__(self, target: Callable[..., Any], site: WorkerSite, is_tensor: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, target: Callable[..., Any], site: WorkerSite, is_tensor: Callable[[Any], bool]
+    ) -> None:
         self._target, self._site, self._is_tensor = target, site, is_tensor
         self.structure = b""
 

@@ -84,7 +84,9 @@ class Residuals:
 
     def end(self, owner: bytes) -> None:
         """The owner is gone, and so is everything of its."""
-        self.release([t for shelf in (self._fresh, self._pulled) for t, k in shelf.items() if k.owner == owner], owner)
+        self.release(
+            [t for shelf in (self._fresh, self._pulled) for t, k in shelf.items() if k.owner == owner], owner
+        )
 
     def _evict(self, but: int) -> None:
         while self.nbytes > self._limit and self._pulled:

@@ -36,7 +36,9 @@ class State:
         if verb not in self._verbs:
             raise UsageError(f"unknown verb {verb!r}")
         if not program.is_module:
-            raise UsageError(f"{verb}() needs a module: load it with worker.module(...), not worker.function(...)")
+            raise UsageError(
+                f"{verb}() needs a module: load it with worker.module(...), not worker.function(...)"
+            )
         return self._verbs[verb](program, *args, **kwargs)
 
     def _load_state_dict(self, program: Program, state: dict[str, Any], strict: bool = True) -> None:
@@ -51,4 +53,6 @@ class State:
         try:
             return self._optimizers[number]
         except KeyError:
-            raise UsageError("this optimizer belongs to a former life of the worker; make a new one") from None
+            raise UsageError(
+                "this optimizer belongs to a former life of the worker; make a new one"
+            ) from None

@@ -56,11 +56,15 @@ def _from_import(name: str) -> ModuleType:
 
 
 def _folders() -> list[str]:
-    return [p for p in sys.path if "site-packages" not in p and f"{os.sep}lib{os.sep}python" not in p] or ["(none)"]
+    return [p for p in sys.path if "site-packages" not in p and f"{os.sep}lib{os.sep}python" not in p] or [
+        "(none)"
+    ]
 
 
 def _from_file(place: str) -> ModuleType:
-    candidates = [place] if os.path.isabs(place) else [os.path.join(f, place) for f in [os.getcwd(), *_folders()]]
+    candidates = (
+        [place] if os.path.isabs(place) else [os.path.join(f, place) for f in [os.getcwd(), *_folders()]]
+    )
     path = next((os.path.realpath(c) for c in candidates if os.path.isfile(c)), None)
     if path is None:
         raise UnknownTargetError(f"no file {place!r}; looked at {list(dict.fromkeys(candidates))}")

@@ -1,5 +1,7 @@
 """What only torch code does."""
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -17,6 +19,6 @@ def cube(x):
 def make_block(sizes, seed=0, batch_norm=False):
     torch.manual_seed(seed)
     layers = []
-    for n, m in zip(sizes, sizes[1:]):
+    for n, m in itertools.pairwise(sizes):
         layers += [nn.Linear(n, m), *([nn.BatchNorm1d(m)] if batch_norm else []), nn.Tanh()]
     return nn.Sequential(*layers)

@@ -1,0 +1,89 @@
+"""Which way a derived function is evaluated: from a kept graph, by running the forward again, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+from gradwire_wire import messages
+from gradwire_wire.errors import ResidualLostError
+from gradwire_wire.messages import Call
+from gradwire_wire.words import linear_count
+from gradwire_workers.program import Program, Residual, Result, WorkerSite
+from gradwire_workers.residuals import Residuals
+
+__all__ = ["Evaluated", "evaluate"]
+
+
+class Evaluated(NamedTuple):
+    """Results, and the residual to keep where the call asked for one."""
+
+    result: Result
+    residual: Residual | None = None
+
+
+def evaluate(
+    program: Program, site: WorkerSite, word: Any, call: Call, operands: Sequence[Any], residuals: Residuals
+) -> Evaluated:
+    """The derived function at the operands.
+
+    An operand is None where the client left it out: it is needed only if the kept forward is gone.
+    ResidualLostError then asks for it, or says that the forward must be run again by the caller.
+    """
+    if call.token:
+        derived = _from_residual(site, word, call, operands, residuals)
+        if derived is not None:
+            return derived
+        if site.accumulate or site.training or program.generation:
+            raise _lost(asks_for_operands=False)
+    if any(x is None for x in operands):
+        raise _lost(asks_for_operands=True)
+    if call.keep == messages.KEEP_ROWS:
+        return Evaluated(*program.keep_rows(site, word, operands))
+    if call.keep:
+        return Evaluated(*program.keep(site, word, operands))
+    return Evaluated(program.run(site, word, operands))
+
+
+def _from_residual(
+    site: WorkerSite, word: Any, call: Call, operands: Sequence[Any], residuals: Residuals
+) -> Evaluated | None:
+    """From the graph kept under the call's token; None where there is none or it does not serve."""
+    rows = call.token if type(call.token) is list else None
+    token = call.token if rows is None else rows[0][0]
+    kept = residuals.find(token, call.remote)
+    linear = operands[len(operands) - linear_count(word) :]
+    if kept is None or len(word) <= call.token_ops or any(x is None for x in linear):
+        return None
+    op, further = word[call.token_ops], word[call.token_ops + 1 :]
+    if op[0] not in "TJ":
+        return None
+    if op[0] == "T":
+        residuals.note_pulled(token)
+    if rows is not None:
+        return _from_rows(kept.residual, op, further, call, linear, rows)
+    if further:
+        return None
+    accumulate = site.accumulate and op[0] == "T"
+    tensors, residual = kept.residual.derive(op, linear, keep=bool(call.keep), accumulate=accumulate)
+    return Evaluated(Result(tensors), residual)
+
+
+def _from_rows(
+    residual: Residual, op: Any, further: Any, call: Call, linear: Sequence[Any], rows: list[Any]
+) -> Evaluated | None:
+    """The same for a batch whose rows were kept at once, under one token."""
+    if call.keep or len(further) != 1 or further[0][0] != "V" or any(row[0] != rows[0][0] for row in rows):
+        return None
+    batch = residual.derive_rows(op, further[0][1], linear, np.asarray([row[1] for row in rows]))
+    return None if batch is None else Evaluated(Result(batch))
+
+
+def _lost(*, asks_for_operands: bool) -> ResidualLostError:
+    error = ResidualLostError(
+        "the kept forward of this pullback is gone (evicted for lack of memory, released, or of a former life of "
+        "the worker) and cannot be computed again, since the module has state. Run the forward again"
+    )
+    error.recompute = asks_for_operands  # type: ignore[attr-defined]
+    return error
