@@ -157,7 +157,7 @@ class Exchange:
     """
 
     def __init__(self, memory: Memory, tether: Tether, marks: Ledger, ours: Ledger) -> None:
-        self._memory, self._ours = memory, ours
+        self._memory, self._marks, self._ours = memory, marks, ours
         self._tether: Tether | None = tether
         self._can_lend = marks.is_shared
         self.loans = Loans(marks)
@@ -409,6 +409,8 @@ class Exchange:
         self._announced.clear()
         self._theirs.clear()
         self._passed.clear()
+        for ledger in (self._marks, self._ours):  # whoever still knows this exchange holds no memory by it
+            ledger.detach()
 
 
 def _not_here(h: Header, error: Exception) -> UnsupportedTensorError:

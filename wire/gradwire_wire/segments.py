@@ -382,6 +382,10 @@ class Ledger(_Descriptor):
     def _share(self) -> None:
         self._map = mmap.mmap(self.fd, self.ENTRIES)
 
+    def detach(self) -> None:
+        """The other side is gone: marks go nowhere from now on, and the memory is unmapped."""
+        self._map = bytearray(self.ENTRIES)
+
     @property
     def is_shared(self) -> bool:
         """Whether the other side sees what is marked here."""
