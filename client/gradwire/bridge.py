@@ -141,6 +141,8 @@ class Bridge:
         for worker in self._workers.values():
             worker.detach()
         self._link.close()
+        for worker in self._workers.values():
+            worker.bury()
         self._memory.close()
 
     def __enter__(self) -> Bridge:

@@ -121,6 +121,10 @@ class Worker:
             self._background.close()
             self._connection.close()
 
+    def bury(self) -> None:
+        """After `detach`, once the broker has ended the process."""
+        self._connection.bury()
+
     def stats(self) -> dict[str, Any]:
         """Figures of the present incarnation: calls, seconds waited and computed, bytes copied to it, loans."""
         c = self._connection

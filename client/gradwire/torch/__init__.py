@@ -13,6 +13,7 @@ import torch
 
 from gradwire.derived import Derived, anchored
 from gradwire.site import Site
+from gradwire.torch.compiled import traced
 from gradwire.torch.nodes import apply
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill
@@ -22,7 +23,7 @@ from gradwire_wire.tensors.torch import adopt
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["ACCUMULATES", "NAME", "call"]
+__all__ = ["ACCUMULATES", "NAME", "call", "traced"]
 
 NAME = "torch"
 ACCUMULATES = True  # loss.backward() adds to a local module's gradients as well
@@ -35,6 +36,8 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     whatever differentiates the operands; numpy arrays are constants. Raises gradwire's errors, in the
     backward pass too.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _undisturbed(handle, site, operands)
     if torch._C._is_tracing():
         raise UsageError(
             f"{handle.name}: torch.jit.trace would record the result of this call as a constant. "
@@ -48,6 +51,12 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     tree = fill(fn.structure, results)
     results.clear()  # the graph and its token must end with what the caller holds, not with a collection
     return tree
+
+
+@torch._disable_dynamo
+def _undisturbed(handle: Handle, site: Site, operands: list[Any]) -> Any:
+    """The call outside of what torch.compile compiles: a graph break. (See `traced` for the way without.)"""
+    return call(handle, site, operands)
 
 
 def _constant(x: np.ndarray) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Derived functions as one operator of torch's dispatcher, for whoever looks at calls from below autograd.
+"""Derived functions as an operator of torch's dispatcher, for whoever looks at calls from below autograd.
 
 `TorchDispatchMode`s (make_fx, fake tensors, flop counters) and Dynamo see operators, not Python. Ours takes
-strings, integers and tensors, nothing else: a graph that holds it can be copied, cached and compiled.
+strings, integers and tensors, nothing else: a graph that holds it can be copied, cached and compiled. There
+are two of it: pure calls may be merged, reordered and dropped; those of stateful sites may not.
 """
 
 from __future__ import annotations
@@ -12,46 +13,78 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from gradwire.derived import Derived
 from gradwire.site import Site
 from gradwire.torch import evaluation
+from gradwire.torch.symbols import symbolic_shapes
 from gradwire.torch.tokens import token_tensor
+from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import aval, torch_dtype
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "number", "operator", "structure"]
 
-_SCHEMA = "call(str call, str word, int token_ops, bool accumulate, int keep, Tensor? token, Tensor[] operands) -> Tensor[]"
+_SCHEMA = "(str call, str word, int token_ops, bool accumulate, int keep, Tensor? token, Tensor[] operands) -> Tensor[]"
 _calls: list[tuple[Handle, Site]] = []  # for ever: a compiled graph knows a call by its number alone
+_structures: dict[str, bytes] = {}
 
 
 @cache
-def _number(handle: Handle, site: Site) -> str:
+def number(handle: Handle, site: Site) -> str:
+    """What the operator knows a call by."""
     _calls.append((handle, site))
     return str(len(_calls) - 1)
 
 
+def structure(call: str) -> bytes:
+    """The result tree of F, as its latest evaluation or abstract evaluation found it."""
+    return _structures[call]
+
+
 def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
     """`evaluation.evaluate` as a call of the operator: the same, but unused operands get zeros."""
-    call = _number(fn.handle, fn.site)
-    *results, kept = _operator()[1](
+    call = number(fn.handle, fn.site)
+    *results, kept = operator(fn.site.stateful)(
         call, repr(fn.word), fn.token_ops, fn.accumulate, fn.keep, token, list(operands)
     )
-    if not fn.word:
-        fn.structure = fn.handle.spec(fn.site, tuple(aval(x) for x in operands)).structure
+    if not fn.word or fn.word[-1][0] == "V":
+        fn.structure = structure(call)
     return results, kept if fn.keep else None
 
 
 @cache
-def _operator() -> tuple[Any, Any]:
-    library = torch.library.Library("gradwire", "DEF")  # its definitions end with it
-    library.define(_SCHEMA)
-    library.impl("call", _run, "CompositeExplicitAutograd")
-    getattr(torch.library, "register_fake", torch.library.impl_abstract)("gradwire::call", _fake, lib=library)
-    return library, torch.ops.gradwire.call.default
+def operator(in_order: bool) -> Any:
+    """The operator, for pure or for stateful sites; defined when it is first needed."""
+    name = "call_in_order" if in_order else "call"
+    _library().define(name + _SCHEMA)
+    _library().impl(name, _run, "CompositeExplicitAutograd")
+    register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
+    register_fake(f"gradwire::{name}", _fake, lib=_library())
+    found = getattr(torch.ops.gradwire, name).default
+    if hasattr(torch.library, "register_autograd"):  # from torch 2.4 on; for Dynamo alone
+        torch.library.register_autograd(
+            f"gradwire::{name}", _backward, setup_context=_setup_context, lib=_library()
+        )
+    if in_order:
+        _forbid_reordering(found)
+    return found
+
+
+@cache
+def _library() -> Any:
+    return torch.library.Library("gradwire", "DEF")  # its definitions would end with it
+
+
+def _forbid_reordering(found: Any) -> None:
+    try:
+        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+    except ImportError:
+        return
+    _register_effectful_op(found, _EffectType.ORDERED)
 
 
 def _derived(call: str, word: str, token_ops: int, accumulate: bool, keep: int) -> Derived:
@@ -64,6 +97,8 @@ def _run(
 ) -> list[Any]:
     fn = _derived(call, word, token_ops, accumulate, keep)
     results, kept = evaluation.evaluate(fn, token, operands)
+    if fn.structure:
+        _structures[call] = fn.structure
     dense = [evaluation.zeros_like_result(fn, i, operands) if y is None else y for i, y in enumerate(results)]
     return [*dense, token_tensor(fn.handle, 0) if kept is None else kept]
 
@@ -71,8 +106,46 @@ def _run(
 def _fake(
     call: str, word: str, token_ops: int, accumulate: bool, keep: int, token: Any, operands: list[Any]
 ) -> list[Any]:
+    if forward_ad._current_level >= 0:
+        raise UsageError(
+            "forward-mode differentiation (torch.func.jvp, forward_ad) inside a compiled function cannot pass "
+            "through a remote call. Take the jvp outside of torch.compile"
+        )
     fn = _derived(call, word, token_ops, accumulate, keep)
-    avals = fn.result_avals([aval(x) for x in operands])
-    results = [torch.empty(a.shape, dtype=torch_dtype(a.dtype)) for a in avals]
+    shapes, found = symbolic_shapes(fn, operands)
+    if found:
+        _structures[call] = found
+    dtypes = [torch_dtype(a.dtype) for a in fn.result_avals([aval(x) for x in operands])]
+    results = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     rows = (results[0].shape[0],) if keep == 2 and results else ()
     return [*results, torch.empty((*rows, 2), dtype=torch.int64)]
+
+
+# ---- Autograd of the operator, for compiled programs -----------------------------------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.call, ctx.word, *_, operands = inputs
+    *results, kept = output
+    ctx.differentiable = [i for i, y in enumerate(results) if y.is_floating_point() or y.is_complex()]
+    ctx.save_for_backward(kept, *operands)
+
+
+def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
+    """The rules of `gradwire.torch.nodes`, as a compiler can trace them."""
+    kept, *operands = ctx.saved_tensors
+    handle, site = _calls[int(ctx.call)]
+    found: list[Any] = [None] * len(operands)
+    needed = ctx.needs_input_grad[6]
+    wrt = tuple(i for i, x in enumerate(operands) if needed[i] and (x.is_floating_point() or x.is_complex()))
+    given = [cotangents[i] for i in ctx.differentiable]
+    if wrt:
+        word = (*ast.literal_eval(ctx.word), ("T", wrt, len(given)))
+        accumulate = site.anchored and site.accumulate and needed[0]
+        keep = int(torch.is_grad_enabled())
+        every = operator(site.stateful)(
+            ctx.call, repr(word), len(word) - 1, accumulate, keep, kept, [*operands, *given]
+        )
+        for i, c in zip(wrt, every, strict=False):
+            found[i] = c
+    return None, None, None, None, None, None, found
