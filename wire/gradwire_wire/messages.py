@@ -7,6 +7,7 @@ docs/protocol.md holds the same tables in prose; tests/wire hold the two togethe
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
 import msgpack
@@ -233,12 +234,17 @@ _CHECKERS = {
 
 _unpack = msgpack.unpackb
 _packer = msgpack.Packer()  # its buffer is kept; packing these values runs no Python, so the GIL guards it
+_is_guarded = (
+    msgpack.Packer.__module__ != "msgpack.fallback" and getattr(sys, "_is_gil_enabled", lambda: True)()
+)
+"""Not so for msgpack's own Python implementation and without a GIL: there threads would share one buffer."""
 
 
 def pack(message: Any) -> bytes:
     """One frame. UsageError where it would be longer than its reader allows."""
     global _packer
-    packed: bytes = _packer.pack((_CODES[type(message)], *message))
+    values = (_CODES[type(message)], *message)
+    packed: bytes = _packer.pack(values) if _is_guarded else msgpack.packb(values)
     if len(packed) > KEPT_BUFFER:
         _packer = msgpack.Packer()
     if len(packed) > MAX_MESSAGE:
