@@ -13,6 +13,8 @@ from typing import Any, Iterable, NamedTuple
 __all__ = ["Kept", "Residuals"]
 
 TOKENS = (1 << 32) - 1
+OVERHEAD = 8192
+"""Bytes that a kept graph takes beside its tensors: without them ten thousand small ones would count as nothing."""
 
 
 class Kept(NamedTuple):
@@ -33,70 +35,78 @@ class Residuals:
     def __init__(self, limit: int, first: int) -> None:
         self._limit = limit
         self._next = first % TOKENS
-        self._fresh: OrderedDict[int, Kept] = OrderedDict()
-        self._pulled: OrderedDict[int, Kept] = OrderedDict()
-        self._fresh_bytes = self._pulled_bytes = 0
+        self._fresh, self._pulled = _Shelf(), _Shelf()
         self.evicted = 0
 
     def __len__(self) -> int:
-        return len(self._fresh) + len(self._pulled)
+        return len(self._fresh.kept) + len(self._pulled.kept)
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything kept."""
-        return self._fresh_bytes + self._pulled_bytes
+        return self._fresh.nbytes + self._pulled.nbytes
 
     def add(self, kept: Kept) -> int:
         """Keep it; its token (1 .. 2**32 - 1). May evict others, never what was just added."""
-        self._next = self._next % TOKENS + 1
-        token = self._next
-        self._fresh[token] = kept
-        self._fresh_bytes += kept.residual.nbytes
-        self._evict(token)
+        token = self._next % TOKENS + 1
+        while token in self._fresh.kept or token in self._pulled.kept:
+            token = token % TOKENS + 1
+        self._next = token
+        self._fresh.put(token, kept, kept.residual.nbytes + OVERHEAD)
+        self._evict()
         return token
 
     def find(self, token: int, remote: int) -> Kept | None:
         """The kept forward of that token and remote, or None; it counts as used."""
         for shelf in (self._fresh, self._pulled):
-            kept = shelf.get(token)
-            if kept is not None and kept.remote == remote:
-                shelf.move_to_end(token)
-                return kept
+            entry = shelf.kept.get(token)
+            if entry is not None and entry[0].remote == remote:
+                shelf.kept.move_to_end(token)
+                return entry[0]
         return None
 
     def note_pulled(self, token: int) -> None:
         """This token has served a pullback: it may go before those that have not."""
-        kept = self._fresh.pop(token, None)
-        if kept is not None:
-            self._fresh_bytes -= kept.residual.nbytes
-            self._pulled[token] = kept
-            self._pulled_bytes += kept.residual.nbytes
-            while self._pulled_bytes > self._limit // 4 and len(self._pulled) > 1:
-                self._drop_oldest_pulled()
+        if token in self._fresh.kept:
+            self._pulled.put(token, *self._fresh.take(token))
+            while self._pulled.nbytes > self._limit // 4 and len(self._pulled.kept) > 1:
+                self._drop_oldest(self._pulled)
 
     def release(self, tokens: Iterable[int], owner: bytes) -> None:
         """Their owner will not name them again; others' tokens are left alone."""
         for token in tokens:
-            if token in self._fresh and self._fresh[token].owner == owner:
-                self._fresh_bytes -= self._fresh.pop(token).residual.nbytes
-            elif token in self._pulled and self._pulled[token].owner == owner:
-                self._pulled_bytes -= self._pulled.pop(token).residual.nbytes
+            for shelf in (self._fresh, self._pulled):
+                entry = shelf.kept.get(token)
+                if entry is not None and entry[0].owner == owner:
+                    shelf.take(token)
 
     def end(self, owner: bytes) -> None:
         """The owner is gone, and so is everything of its."""
-        self.release(
-            [t for shelf in (self._fresh, self._pulled) for t, k in shelf.items() if k.owner == owner], owner
-        )
+        self.release([*self._fresh.kept, *self._pulled.kept], owner)
 
-    def _evict(self, but: int) -> None:
-        while self.nbytes > self._limit and self._pulled:
-            self._drop_oldest_pulled()
-        while self.nbytes > self._limit and next(iter(self._fresh)) != but:
-            _, kept = self._fresh.popitem(last=False)
-            self._fresh_bytes -= kept.residual.nbytes
-            self.evicted += 1
+    def _evict(self) -> None:
+        while self.nbytes > self._limit and self._pulled.kept:
+            self._drop_oldest(self._pulled)
+        while self.nbytes > self._limit and len(self._fresh.kept) > 1:
+            self._drop_oldest(self._fresh)
 
-    def _drop_oldest_pulled(self) -> None:
-        _, kept = self._pulled.popitem(last=False)
-        self._pulled_bytes -= kept.residual.nbytes
+    def _drop_oldest(self, shelf: _Shelf) -> None:
+        shelf.take(next(iter(shelf.kept)))
         self.evicted += 1
+
+
+class _Shelf:
+    """Entries in order of use, and their bytes as they were when they came."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[int, tuple[Kept, int]] = OrderedDict()
+        self.nbytes = 0
+
+    def put(self, token: int, kept: Kept, nbytes: int) -> None:
+        self.kept[token] = (kept, nbytes)
+        self.nbytes += nbytes
+
+    def take(self, token: int) -> tuple[Kept, int]:
+        kept, nbytes = self.kept.pop(token)
+        self.nbytes -= nbytes
+        return kept, nbytes
