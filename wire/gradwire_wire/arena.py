@@ -85,7 +85,8 @@ class Arena:
 
     def give_soon(self, slot: Slot) -> None:
         """It is free. Safe in finalizers and in any thread: takes effect at the next `take`."""
-        self._returned.append(slot)
+        if not self._is_closed:
+            self._returned.append(slot)
 
     def give(self, slot: Slot) -> None:
         """It is free: its user is gone."""
@@ -113,6 +114,7 @@ class Arena:
             segment.close()
         self.segments.clear()
         self._free.clear()
+        self._returned.clear()
         self._chunk = None
         self.resident_bytes = self.idle_bytes = 0
 
