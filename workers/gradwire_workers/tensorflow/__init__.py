@@ -5,8 +5,7 @@ A target is traced by `tf.function`, a few times for each signature: what its Py
 at values, runs eagerly at every call: ``options(compile=False)`` asks for that from the beginning,
 ``compile=True`` forbids it.
 
-``words`` has the derivatives, ``graphs`` the tracing and what is cut out of traces, ``residuals`` what a
-kept forward keeps, ``modules`` and ``optimizers`` a module's state, ``programs`` the loaded target.
+``words`` has the derivatives, ``graphs`` the tracing, ``replays`` and ``residuals`` what a kept forward keeps, ``modules`` and ``optimizers`` a module's state, ``programs`` the loaded target.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.tensorflow import adopt, aval, is_tensor, tf_dtype
 from gradwire_workers.flat import Flat
 from gradwire_workers.program import Result, WorkerSite
-from gradwire_workers.tensorflow.graphs import NotReplayable, Traced
+from gradwire_workers.tensorflow.graphs import Traced
 from gradwire_workers.tensorflow.modules import Module
 from gradwire_workers.tensorflow.randomness import seeded
+from gradwire_workers.tensorflow.replays import NotReplayable
 from gradwire_workers.tensorflow.residuals import Keeping, Replayed, Taped, taped
 from gradwire_workers.tensorflow.words import outermost
 

@@ -1,6 +1,6 @@
 """Kept forwards of the TensorFlow worker. See `gradwire_workers.program.Residual`.
 
-`Replayed` is the usual one, see `graphs`. `Taped` keeps a persistent tape, where the target runs eagerly or
+`Replayed` is the usual one, see `replays`. `Taped` keeps a persistent tape, where the target runs eagerly or
 its derivatives cannot be cut out of a trace; it is two to four times slower.
 """
 
@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from gradwire_wire.errors import ResidualLostError
-from gradwire_workers.tensorflow.graphs import NotReplayable, Replay, Traced, saved_names
+from gradwire_workers.tensorflow.graphs import READS, Traced, node_of
+from gradwire_workers.tensorflow.replays import NotReplayable, Replay, what_to_save
 from gradwire_workers.tensorflow.words import Function, derived, is_inexact, outermost, pull, push
 
 __all__ = ["Keeping", "Replayed", "Taped", "taped"]
@@ -45,16 +46,10 @@ class Keeping:
         self.accumulate, self.has_rows = accumulate, len(word) == 1 and word[0][0] == "V"
         self._derivatives: OrderedDict[Any, tuple[Replay, list[str]]] = OrderedDict()
         pullback = self._likely_pullback(forward, accumulate)
-        self._saved = saved_names(forward, pullback)
-        try:
-            self.forward = Traced(outermost(function, word), specs, self._saved)
-        except KeyError as error:  # the target's Python does something else at each trace
-            raise NotReplayable(str(error)) from error
-        self._reads = {
-            i
-            for i, name in enumerate(self._saved)
-            if self.forward.nodes[name.partition(":")[0]].op == "ReadVariableOp"
-        }
+        self._saved = what_to_save(forward, pullback)
+        self.forward = Traced(outermost(function, word), specs, self._saved.find_in)
+        tensors = self._saved.tensors
+        self._own = [i for i, t in enumerate(tensors) if self.forward.nodes[node_of(t)].op not in READS]
         if pullback is not None:
             Replay(pullback, self.forward, self._saved)
 
@@ -77,7 +72,7 @@ class Keeping:
         outputs = self.forward(operands)
         results, saved = outputs[: self.forward.results], outputs[self.forward.results :]
         nbytes = sum(_nbytes(x) for x in operands)
-        nbytes += sum(_nbytes(x) for i, x in enumerate(saved) if i not in self._reads)
+        nbytes += sum(_nbytes(saved[i]) for i in self._own)  # the others are the variables' own memory
         return results, Replayed(self, (), list(operands), saved, nbytes)
 
     def derivative(

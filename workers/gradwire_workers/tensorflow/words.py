@@ -11,13 +11,11 @@ from typing import Any, Callable, List, Sequence
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.tensorflow.graphs import Traced
 
 __all__ = ["Function", "derived", "is_inexact", "outermost", "pull", "push"]
 
 Function = Callable[..., List[Any]]
-
-# Operations that TensorFlow calls stateful, and that give the same again for as long as nobody assigns.
-_READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp", "VariableShape"))
 
 
 def is_inexact(x: Any) -> bool:
@@ -139,13 +137,11 @@ def _batched(function: Function, axes: tuple[bool, ...], operands: Sequence[Any]
 
 def _row_specs(row: Callable[..., Any], mapped: Sequence[Any]) -> tuple[tuple[Any, ...], bool]:
     """What one row gives, and whether it is a function of its operands alone."""
-    rows = tuple(tf.TensorSpec(x.shape[1:], x.dtype) for x in mapped)
-    graph = tf.function(row, autograph=False).get_concrete_function(rows).graph
-    pure = not any(op.op_def.is_stateful and op.type not in _READS for op in graph.get_operations())
-    specs = tuple(tf.TensorSpec(y.shape, y.dtype) for y in graph.structured_outputs)
+    traced = Traced(lambda *rows: row(rows), [tf.TensorSpec(x.shape[1:], x.dtype) for x in mapped])
+    specs = tuple(tf.TensorSpec(y.shape, y.dtype) for y in traced.outputs)
     if not all(s.shape.is_fully_defined() for s in specs):
         raise UsageError("the shape of a result depends on values, so that the rows of a batch may differ")
-    return specs, pure
+    return specs, traced.is_pure
 
 
 def _looped(row: Callable[..., Any], mapped: Sequence[Any], size: int) -> list[Any]:
