@@ -137,6 +137,7 @@ def complex_square(z: Any, x: Any) -> Any:
     return z**2 * tf.cast(x, z.dtype), tf.math.real(z * tf.math.conj(z))
 
 
+@pytest.mark.slow
 def test_loops() -> None:
     """Their gradients rewrite them, so that they are computed once more; few words, for they take long to trace."""
     operands = [random(4), random(4, 4, seed=1)]
@@ -212,6 +213,7 @@ def filled(word: tuple[Any, ...], operands: Sequence[Any], found: Sequence[Any])
 # ---- Words -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize(("case", "compile"), HOW)
 def test_R31_R32_R33_R37_every_word(case: str, name: str, compile: bool | None) -> None:
@@ -222,6 +224,7 @@ def test_R31_R32_R33_R37_every_word(case: str, name: str, compile: bool | None) 
     close(filled(word, operands, program.run(site, word, operands).tensors), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["TT", "TJ", "JT", "VT"])  # the others are their beginnings; rows: below
 @pytest.mark.parametrize(("case", "compile"), HOW)
 def test_R37_every_word_from_kept_forwards_any_number_of_times(
@@ -290,6 +293,7 @@ def test_the_same_tensor_twice_has_two_gradients() -> None:
         close(program.run(site, (op,), [x, x, *ct]).tensors, [2 * x * x, x * x])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 3])
 @pytest.mark.parametrize("random_numbers", [False, True])
 @pytest.mark.parametrize("compile", [None, False])
@@ -528,6 +532,7 @@ def random_functions() -> dict[str, Callable[[Any], Any]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [None, False])
 @pytest.mark.parametrize("kind", random_functions())
 def test_R40_forward_and_derivatives_share_their_random_numbers(kind: str, compile: bool | None) -> None:
@@ -652,6 +657,7 @@ def test_the_mode_reaches_layers_inside() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["spec", "run", "keep"])
 @pytest.mark.parametrize("compile", [None, False])
 def test_an_unbuilt_model_gets_the_weights_of_a_local_first_call(first: str, compile: bool | None) -> None:
@@ -685,6 +691,7 @@ def local_step(model: Any, optimizer: Any, x: Any, ct: Any) -> list[Any]:
     return [*gradients, x_bar]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [None, False])
 @pytest.mark.parametrize("anchored", [False, True])
 def test_R43_R44_worker_owned_training_is_the_local_one(compile: bool | None, anchored: bool) -> None:
@@ -735,6 +742,7 @@ def test_R44_the_first_stage_trains_by_its_anchor_alone(compile: bool | None) ->
     np.testing.assert_allclose(after.numpy(), before.numpy() - 2 * expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_pullbacks_accumulate_however_they_are_asked_for() -> None:
     _, program = model_program(dropout=0.0)
     site, x, ct = site_of(1, accumulate=True), random(3, 6, dtype=tf.float32), random(3, 3, dtype=tf.float32)
@@ -754,6 +762,7 @@ def test_pullbacks_accumulate_however_they_are_asked_for() -> None:
     assert all(g is None for g in program.grads().values())
 
 
+@pytest.mark.slow
 def test_a_gradient_penalty_reaches_the_weights() -> None:
     """The pullback of a pullback accumulates as well."""
     model, program = model_program(dropout=0.0)
@@ -770,6 +779,7 @@ def test_a_gradient_penalty_reaches_the_weights() -> None:
     close(list(program.grads().values()), outer.gradient(penalty, weights), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_between_forward_and_pullback() -> None:
     """The gradients are those at the weights of the forward."""
     _, program = model_program(dropout=0.0)
@@ -798,6 +808,7 @@ def test_bad_steps() -> None:
         engine.program(branches, is_module=False).optimizer(keras.optimizers.SGD, {})
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay_and_have_no_gradient() -> None:
     model, program = model_program(dropout=0.0)
     model.layers[0].trainable = False
@@ -902,6 +913,7 @@ def test_state_dict_round_trip_and_its_errors() -> None:
 # ---- Random numbers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [None, False])
 @pytest.mark.parametrize("kind", [*random_functions(), "model"])
 def test_a_seed_makes_a_call_reproducible_and_leaves_the_others_alone(
@@ -960,6 +972,7 @@ except UsageError as error:
 """
 
 
+@pytest.mark.slow
 def test_prepare_and_facts_in_a_fresh_process() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PREPARED],
@@ -971,6 +984,7 @@ def test_prepare_and_facts_in_a_fresh_process() -> None:
     assert done.stdout == "fine\n", done.stderr
 
 
+@pytest.mark.slow
 def test_traces_are_bounded() -> None:
     program = engine.program(lambda x, n: x * n, is_module=False)
     for n in range(140):
@@ -995,6 +1009,7 @@ def eager_constant() -> Any:
         return tf.constant(np.random.normal(size=1000), tf.float32)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", changing_functions())
 def test_forward_and_pullback_agree_where_traces_do_not(kind: str) -> None:
     program, x = engine.program(changing_functions()[kind], is_module=False), tf.constant(3.0)
@@ -1037,6 +1052,7 @@ def test_python_inside_the_graph(kind: str, compile: bool | None) -> None:
         close(found, [tf.cos(x) * x], 1e-6)
 
 
+@pytest.mark.slow
 def test_derivatives_outlive_the_traces_they_were_cut_from() -> None:
     program, site, operands = (
         engine.program(looped, is_module=False),
