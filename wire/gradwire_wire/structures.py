@@ -39,7 +39,16 @@ import numpy as np
 
 from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError, shown
 
-__all__ = ["fill", "fill_leaves_only", "flatten", "leaf_count", "leaf_paths", "leaves_like", "positional"]
+__all__ = [
+    "fill",
+    "fill_call",
+    "fill_leaves_only",
+    "flatten",
+    "leaf_count",
+    "leaf_paths",
+    "leaves_like",
+    "positional",
+]
 
 LEAF, TUPLE, COMPLEX, INTEGER, SCALAR, NAMEDTUPLE, DATACLASS, ORDEREDDICT = range(1, 9)
 MAX_DEPTH = 100
@@ -190,6 +199,16 @@ def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
     if count != len(leaves):
         raise ProtocolError(f"{len(leaves)} leaves for a structure with {count} holes")
     return _unpack(structure, _filler(leaves.__getitem__), 0)
+
+
+def fill_call(structure: bytes, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """`fill` for the structure of a call: its positional arguments and its keywords."""
+    call = fill(structure, leaves)
+    if type(call) is list and len(call) == 2 and type(call[0]) is list and type(call[1]) is dict:
+        args, kwargs = call
+        if all(type(name) is str for name in kwargs):
+            return args, kwargs
+    raise ProtocolError("a call must be [positional arguments, keywords]")
 
 
 def leaf_count(structure: bytes) -> int:

@@ -25,7 +25,7 @@ from gradwire_wire.errors import (
 from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.messages import Call, Done, Failed, Hello, Load, Refused, Release, Spec, State, Welcome
 from gradwire_wire.segments import Ledger, read_memory
-from gradwire_wire.structures import MAX_CACHED, fill, flatten
+from gradwire_wire.structures import MAX_CACHED, fill_call, flatten
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
 from gradwire_wire.words import checked_word
 from gradwire_workers import faults
@@ -272,7 +272,7 @@ class Desk:
         return Reply(Done(spec.call_id, tree, [], 0, 0))
 
     def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Reply:
-        args, kwargs = fill(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
+        args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
         found = find_target(load.target)
         is_module = load.kind == "module"
         if is_module and is_factory(found):
@@ -288,7 +288,7 @@ class Desk:
         return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
 
     def _change_state(self, session: Session, state: State, carriers: list[Carrier | None]) -> Reply:
-        args, kwargs = fill(state.structure, _all_there(carriers))
+        args, kwargs = fill_call(state.structure, _all_there(carriers))
         tree = self._state.act(self._program(state.remote), state.verb, args, kwargs)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
         return self._done(session, state.call_id, leaves, structure)

@@ -21,12 +21,24 @@ _OWN = tuple(
 
 def failed(call_id: int, error: BaseException) -> Failed:
     """gradwire's own errors keep their class; everything else is the user's and becomes RemoteError."""
-    if isinstance(error, GradwireError) and not isinstance(error, RemoteError):
+    if isinstance(error, RemoteError):  # of a worker that this one called: passed on as what it is
+        return Failed(
+            call_id, "RemoteError", error.type_name, _shorten(error.message), _shorten(_formatted(error))
+        )
+    if isinstance(error, GradwireError):
         hint = "recompute" if getattr(error, "recompute", False) else ""
-        return Failed(call_id, type(error).__name__, hint, _text_of(error), "")
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return Failed(call_id, "RemoteError", name, _text_of(error), _shorten(_formatted(error)))
+        return Failed(call_id, _own_class(error), hint, _text_of(error), "")
+    return Failed(call_id, "RemoteError", _name_of(type(error)), _text_of(error), _shorten(_formatted(error)))
+
+
+def _own_class(error: GradwireError) -> str:
+    """The caller knows the classes of gradwire, and not what user code derives from them."""
+    return next(c.__name__ for c in type(error).__mro__ if c.__module__ == GradwireError.__module__)
+
+
+def _name_of(kind: type[BaseException]) -> str:
+    name = str(kind.__qualname__)
+    return _shorten(name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}")
 
 
 def _text_of(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from gradwire_wire.structures import fill, flatten
+from gradwire_wire.structures import fill_call, flatten
 from gradwire_workers.program import WorkerSite
 
 __all__ = ["Flat"]
@@ -26,7 +26,7 @@ class Flat:
         self.structure = b""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        args, kwargs = fill(self._site.structure, operands[1:] if self._site.anchored else operands)
+        args, kwargs = fill_call(self._site.structure, operands[1:] if self._site.anchored else operands)
         self.structure, leaves = flatten(self._target(*args, **kwargs), self._is_leaf, "the result")
         return tuple(leaves)
 

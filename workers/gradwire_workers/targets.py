@@ -25,7 +25,8 @@ def find_target(target: str) -> Any:
     is imported comes out as it is.
     """
     place, colon, attribute = target.rpartition(":")
-    if not colon or not place or not attribute:
+    is_relative = place.startswith(".") and not place.endswith(".py")
+    if not colon or not place or not attribute or is_relative:
         raise UsageError(f"a target is 'pkg.mod:attr' or 'path/file.py:attr', not {target!r}")
     found: Any = _from_file(place) if place.endswith(".py") else _from_import(place)
     for name in attribute.split("."):
