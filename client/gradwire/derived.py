@@ -76,9 +76,13 @@ class Derived:
             token=token,
             token_ops=0 if afresh else self.token_ops,
         )
-        if not self.word or self.word[-1][0] == "V":
+        if not self.word:
             self.structure = outcome.structure
         return outcome
+
+    def structure_of(self, avals: Sequence[Aval]) -> bytes:
+        """F's result tree, without an evaluation. Asks the worker once a signature."""
+        return self.handle.spec(self.site, tuple(avals)).structure
 
     def result_avals(self, avals: Sequence[Aval]) -> list[Aval]:
         """Shapes and dtypes of the results, from those of the operands. Asks the worker once a signature."""

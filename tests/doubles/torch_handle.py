@@ -58,18 +58,26 @@ class TorchHandle:
         token_ops: int = 0,
     ) -> Outcome:
         copies = [c._replace(array=np.array(c.array)) for c in carriers]
-        run = _Run(self, site, word, [tensors.adopt(c) for c in copies])
-        return self._thread.submit(run.outcome, keep, token, token_ops).result(60)
+
+        def work() -> Outcome:
+            run = _Run(self, site, word, [tensors.adopt(c) for c in copies])
+            return run.outcome(keep, token, token_ops)
+
+        return self._thread.submit(work).result(60)
 
     def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
         self.counts["spec"] += 1
-        operands = [torch.zeros(a.shape, dtype=tensors.torch_dtype(a.dtype)) for a in avals]
-        run = _Run(self, site, (), operands)
-        try:
-            results = self._thread.submit(run.evaluate, (), operands).result(60)
-        except Exception as error:
-            raise _as_remote(error) from None
-        return SpecResult(tuple(tensors.aval(y) for y in results), run.structure)
+
+        def work() -> SpecResult:
+            operands = [torch.zeros(a.shape, dtype=tensors.torch_dtype(a.dtype)) for a in avals]
+            run = _Run(self, site, (), operands)
+            try:
+                results = run.evaluate((), operands)
+            except Exception as error:
+                raise _as_remote(error) from None
+            return SpecResult(tuple(tensors.aval(y) for y in results), run.structure)
+
+        return self._thread.submit(work).result(60)
 
     def release(self, token: int) -> None:
         self.counts["released"] += 1
@@ -109,7 +117,7 @@ class _Run:
             number = next(self.handle._tokens)
             self.handle.kept[number] = kept
         arrays = [None if y is None else tensors.export(y) for y in results]
-        return Outcome([a and a._replace(array=np.array(a.array)) for a in arrays], self.structure, number)
+        return Outcome([a and a._replace(array=np.array(a.array)) for a in arrays], b"" if self.word else self.structure, number)
 
     def results(self, keep: int, token: int | np.ndarray, token_ops: int) -> tuple[Sequence[Any], Kept]:
         if isinstance(token, np.ndarray):

@@ -26,7 +26,9 @@ from torch.autograd import forward_ad
 from gradwire.derived import Derived
 from gradwire.torch import operator
 from gradwire.torch.evaluation import evaluate, zeros_like_result
+from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
+from gradwire_wire.tensors.torch import aval
 
 __all__ = ["apply"]
 
@@ -139,8 +141,14 @@ class _Transformed(torch.autograd.Function):
         keep = 2 if fn.keep and not fn.word else 0
         lower = fn.batched(axes, keep)
         *results, kept = _Transformed.apply(lower, *moved, token)
-        fn.structure = lower.structure
+        if not fn.word:
+            fn.structure = fn.structure_of([_row(x, mapped) for x, mapped in zip(moved, axes, strict=True)])
         return (*results, kept), (*(0 for _ in results), None if kept is None else 0)
+
+
+def _row(x: Any, mapped: bool) -> Aval:
+    shape, dtype = aval(x)
+    return Aval(shape[1:] if mapped else shape, dtype)
 
 
 def _remember(ctx: Any, fn: Derived, operands: Sequence[Any], results: Sequence[Any], kept: Any) -> None:

@@ -18,17 +18,17 @@ from torch.autograd import forward_ad
 from gradwire.derived import Derived
 from gradwire.site import Site
 from gradwire.torch import evaluation
-from gradwire.torch.symbols import symbolic_shapes
+from gradwire.torch.symbols import symbolic_avals
 from gradwire.torch.tokens import token_tensor
 from gradwire_wire.errors import UsageError
-from gradwire_wire.tensors.torch import aval, torch_dtype
+from gradwire_wire.tensors.torch import torch_dtype
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
 __all__ = ["evaluate", "number", "operator", "structure"]
 
-_SCHEMA = "(str call, str word, int token_ops, bool accumulate, int keep, Tensor? token, Tensor[] operands) -> Tensor[]"
+_SCHEMA = "(str call, str word, int token_ops, bool accumulate, int keep, bool compiled, Tensor? token, Tensor[] operands) -> Tensor[]"
 _calls: list[tuple[Handle, Site]] = []  # for ever: a compiled graph knows a call by its number alone
 _structures: dict[str, bytes] = {}
 
@@ -49,9 +49,9 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
     """`evaluation.evaluate` as a call of the operator: the same, but unused operands get zeros."""
     call = number(fn.handle, fn.site)
     *results, kept = operator(fn.site.stateful)(
-        call, repr(fn.word), fn.token_ops, fn.accumulate, fn.keep, token, list(operands)
+        call, repr(fn.word), fn.token_ops, fn.accumulate, fn.keep, False, token, list(operands)
     )
-    if not fn.word or fn.word[-1][0] == "V":
+    if not fn.word:
         fn.structure = structure(call)
     return results, kept if fn.keep else None
 
@@ -93,8 +93,16 @@ def _derived(call: str, word: str, token_ops: int, accumulate: bool, keep: int) 
 
 
 def _run(
-    call: str, word: str, token_ops: int, accumulate: bool, keep: int, token: Any, operands: list[Any]
+    call: str,
+    word: str,
+    token_ops: int,
+    accumulate: bool,
+    keep: int,
+    compiled: bool,
+    token: Any,
+    operands: list[Any],
 ) -> list[Any]:
+    _refuse_forward_mode(compiled)
     fn = _derived(call, word, token_ops, accumulate, keep)
     results, kept = evaluation.evaluate(fn, token, operands)
     if fn.structure:
@@ -104,28 +112,39 @@ def _run(
 
 
 def _fake(
-    call: str, word: str, token_ops: int, accumulate: bool, keep: int, token: Any, operands: list[Any]
+    call: str,
+    word: str,
+    token_ops: int,
+    accumulate: bool,
+    keep: int,
+    compiled: bool,
+    token: Any,
+    operands: list[Any],
 ) -> list[Any]:
-    if forward_ad._current_level >= 0:
-        raise UsageError(
-            "forward-mode differentiation (torch.func.jvp, forward_ad) inside a compiled function cannot pass "
-            "through a remote call. Take the jvp outside of torch.compile"
-        )
+    _refuse_forward_mode(compiled)
     fn = _derived(call, word, token_ops, accumulate, keep)
-    shapes, found = symbolic_shapes(fn, operands)
+    avals, found = symbolic_avals(fn, operands)
     if found:
         _structures[call] = found
-    dtypes = [torch_dtype(a.dtype) for a in fn.result_avals([aval(x) for x in operands])]
-    results = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    results = [torch.empty(a.shape, dtype=torch_dtype(a.dtype)) for a in avals]
     rows = (results[0].shape[0],) if keep == 2 and results else ()
     return [*results, torch.empty((*rows, 2), dtype=torch.int64)]
+
+
+def _refuse_forward_mode(compiled: bool) -> None:
+    """In a compiled graph there is no node of ours around the operator, and the tangent would silently be zero."""
+    if compiled and forward_ad._current_level >= 0:
+        raise UsageError(
+            "torch.func.jvp and forward_ad cannot pass through a remote call in a compiled function. "
+            "Call the function that is not compiled"
+        )
 
 
 # ---- Autograd of the operator, for compiled programs -----------------------------------------------------------------
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.call, ctx.word, *_, operands = inputs
+    ctx.call, ctx.word, *_, ctx.compiled, _, operands = inputs
     *results, kept = output
     ctx.differentiable = [i for i, y in enumerate(results) if y.is_floating_point() or y.is_complex()]
     ctx.save_for_backward(kept, *operands)
@@ -134,9 +153,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
     """The rules of `gradwire.torch.nodes`, as a compiler can trace them."""
     kept, *operands = ctx.saved_tensors
-    handle, site = _calls[int(ctx.call)]
+    _, site = _calls[int(ctx.call)]
     found: list[Any] = [None] * len(operands)
-    needed = ctx.needs_input_grad[6]
+    needed = ctx.needs_input_grad[7]
     wrt = tuple(i for i, x in enumerate(operands) if needed[i] and (x.is_floating_point() or x.is_complex()))
     given = [cotangents[i] for i in ctx.differentiable]
     if wrt:
@@ -144,8 +163,8 @@ def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
         accumulate = site.anchored and site.accumulate and needed[0]
         keep = int(torch.is_grad_enabled())
         every = operator(site.stateful)(
-            ctx.call, repr(word), len(word) - 1, accumulate, keep, kept, [*operands, *given]
+            ctx.call, repr(word), len(word) - 1, accumulate, keep, ctx.compiled, kept, [*operands, *given]
         )
         for i, c in zip(wrt, every, strict=False):
             found[i] = c
-    return None, None, None, None, None, None, found
+    return *(None for _ in range(7)), found

@@ -1,0 +1,125 @@
+"""What torch.compile sees of a remote call: one operator, and no graph break.
+
+Dynamo reads Python. What it can follow is here, with no table, cache or foreign object in sight; what must
+happen while it compiles, and gives a constant, is in functions marked so (`_constant`). Trees cross between
+the two as templates: nested tuples of strings and constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from gradwire.derived import anchored
+from gradwire.torch import operator
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import fill, leaf_count
+
+__all__ = ["traced"]
+
+# The anchor (see `gradwire.torch._anchor`). A leaf, for a compiled graph takes it as an input.
+_ANCHOR = torch.zeros((), dtype=torch.float32, requires_grad=True)
+LEAF, CONSTANT, TUPLE, LIST, DICT = "leaf", "constant", "tuple", "list", "dict"
+
+
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, without loading the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def traced(remote: Any, args: Any, kwargs: Any) -> Any:
+    """A remote call while torch.compile traces its caller. numpy arrays among the arguments break the graph.
+
+    remote: ``remote.described(args, kwargs)`` is called while compiling, with numpy arrays in place of tensors,
+    for (handle, site); another value of ``remote.training`` compiles anew.
+    """
+    tensors: list[Any] = []
+    template = _template([list(args), kwargs], tensors)
+    with_gradient = torch.is_grad_enabled()
+    call, in_order, has_anchor = _described(remote, remote.training, template, with_gradient)
+    if has_anchor:
+        tensors = [_ANCHOR, *tensors]
+    keep = int(with_gradient and any([x.requires_grad for x in tensors]))
+    run = torch.ops.gradwire.call_in_order if in_order else torch.ops.gradwire.call
+    results = run(call, "()", 0, False, keep, True, None, tensors)
+    return _filled(_result_template(call), results)
+
+
+def _template(x: Any, tensors: list[Any]) -> tuple[Any, ...]:
+    """The tree without its tensors, which are appended to ``tensors``."""
+    if isinstance(x, torch.Tensor):
+        tensors.append(x)
+        return (LEAF, len(tensors) - 1)
+    if type(x) is tuple or type(x) is list:
+        return (TUPLE if type(x) is tuple else LIST, tuple([_template(v, tensors) for v in x]))
+    if type(x) is dict:
+        return (DICT, tuple([(k, _template(v, tensors)) for k, v in x.items()]))
+    return (CONSTANT, x)
+
+
+def _filled(template: Any, leaves: Any) -> Any:
+    """The tree again."""
+    kind, content = template
+    if kind == LEAF:
+        return leaves[content]
+    if kind == CONSTANT:
+        return content
+    if kind == DICT:
+        return {k: _filled(v, leaves) for k, v in content}
+    children = [_filled(v, leaves) for v in content]
+    return tuple(children) if kind == TUPLE else children
+
+
+class _Placeholders:
+    """As many tensors as one likes."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.zeros(0)
+
+
+@_constant
+def _described(
+    remote: Any, training: bool | None, template: Any, with_gradient: bool
+) -> tuple[str, bool, bool]:
+    """The call's name, whether it is stateful, and whether it has an anchor."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise UsageError(
+            f"{remote!r}: torch.func's transforms (grad, vjp, jvp, vmap) and forward_ad inside a compiled function "
+            "cannot pass through a remote call. Put the transform outside, or its function under torch.compiler.disable"
+        )
+    args, kwargs = _filled(template, _Placeholders())
+    handle, site = remote.described(args, kwargs)
+    if site.accumulate and with_gradient:
+        site = anchored(site)
+    operator.operator(site.stateful)
+    return operator.number(handle, site), site.stateful, site.anchored
+
+
+@_constant
+def _result_template(call: str) -> tuple[Any, ...]:
+    found = operator.structure(call)
+    return _plain(fill(found, [_Leaf(i) for i in range(leaf_count(found))]))
+
+
+class _Leaf(int):
+    pass
+
+
+def _plain(x: Any) -> tuple[Any, ...]:
+    if type(x) is _Leaf:
+        return (LEAF, int(x))
+    if type(x) is tuple or type(x) is list:
+        return (TUPLE if type(x) is tuple else LIST, tuple(_plain(v) for v in x))
+    if isinstance(x, dict):
+        return (DICT, tuple((k, _plain(v)) for k, v in x.items()))
+    if x is None or isinstance(x, bool | int | float | complex | str | bytes):
+        return (CONSTANT, x)
+    raise UsageError(
+        f"a result tree with a {type(x).__qualname__} cannot be rebuilt in a compiled function. Return dicts, "
+        "lists, tuples and scalars, or call the remote function outside of torch.compile"
+    )

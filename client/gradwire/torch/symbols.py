@@ -1,0 +1,80 @@
+"""Result shapes of a call whose operands have symbolic sizes (torch.compile with dynamic shapes)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradwire.derived import Derived
+from gradwire.site import SpecResult
+from gradwire_wire.carriers import Aval
+from gradwire_wire.errors import GradwireError
+from gradwire_wire.tensors.torch import aval
+from gradwire_wire.words import result_avals
+
+__all__ = ["symbolic_avals"]
+
+
+def symbolic_avals(fn: Derived, operands: Sequence[Any]) -> tuple[list[Aval], bytes]:
+    """Shapes and dtypes of the results in the symbols of the operands' shapes, and F's result tree (b"" for derivatives).
+
+    Each symbol is varied on its own: a size of the results is an integer multiple of one symbol plus a
+    constant, or else the symbols are fixed at the values they have now, which compiles anew for others.
+    """
+    structure = b""
+
+    def base(avals: Any) -> list[Aval]:
+        nonlocal structure
+        shapes, result = _of_target(fn, avals)
+        structure = b"" if fn.word else result.structure
+        return [Aval(shape, a.dtype) for shape, a in zip(shapes, result.avals, strict=True)]
+
+    return result_avals(fn.word, [aval(x) for x in operands], base), structure
+
+
+def _of_target(fn: Derived, avals: Sequence[Aval]) -> tuple[list[tuple[Any, ...]], SpecResult]:
+    symbols = {str(n): n for a in avals for n in a.shape if isinstance(n, torch.SymInt)}
+    # By name from here on: a symbol that is fixed is not called so any more.
+    named = [_by_name(a) for a in avals]
+    now = {name: n.node.hint for name, n in symbols.items()}
+    result = _spec(fn, named, now)
+    shapes: list[list[Any]] = [list(a.shape) for a in result.avals]
+    for name, symbol in symbols.items():
+        if not _follow(fn, named, now, name, symbol, shapes):
+            now = {name: int(n) for name, n in symbols.items()}
+            return [a.shape for a in _spec(fn, named, now).avals], result
+    return [tuple(shape) for shape in shapes], result
+
+
+def _by_name(a: Aval) -> Any:
+    shape: tuple[Any, ...] = tuple(str(n) if isinstance(n, torch.SymInt) else n for n in a.shape)
+    return a._replace(shape=shape)
+
+
+def _spec(fn: Derived, named: Sequence[Any], sizes: dict[str, int]) -> SpecResult:
+    whole = tuple(Aval(tuple(sizes.get(n, n) for n in a.shape), a.dtype) for a in named)
+    return fn.handle.spec(fn.site, whole)
+
+
+def _follow(
+    fn: Derived, named: Sequence[Any], now: dict[str, int], name: str, symbol: Any, shapes: list[list[Any]]
+) -> bool:
+    """Put the symbol where the results' sizes follow it; False where they do so in a way that is not linear."""
+    n = now[name]
+    try:
+        found = [_spec(fn, named, {**now, name: m}).avals for m in (n, 2 * n, 4 * n)]
+    except GradwireError:
+        return False
+    if len({tuple(len(a.shape) for a in avals) for avals in found}) != 1:
+        return False
+    for shape, *same in zip(shapes, *found, strict=True):
+        for i, (a, b, c) in enumerate(zip(*(a.shape for a in same), strict=True)):
+            times, rest = divmod(b - a, n)
+            if a == b == c:
+                continue
+            if rest or c - b != 2 * (b - a) or isinstance(shape[i], torch.SymInt):
+                return False
+            shape[i] = symbol * times + (a - times * n)
+    return True

@@ -1,0 +1,177 @@
+"""torch.compile over the torch caller: one graph, right gradients, tokens given back; the rest is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
+
+import gradwire.torch
+from gradwire.site import Site, SpecResult
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import flatten, positional
+from tests.doubles.torch_remote import TorchRemote as Remote
+from tests.doubles.torch_remote import double, equal, f, loss_of, remotes
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture
+def remote() -> Iterator[Callable[..., Remote]]:
+    torch._dynamo.reset()
+    with remotes() as make:
+        yield make
+    torch._dynamo.reset()
+
+
+def whole(function: Function, backend: Any = "aot_eager", **options: Any) -> Function:
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def gradients(loss: Function) -> tuple[torch.Tensor, ...]:
+    x, w = double(4).requires_grad_(), double(4, 4, seed=1).requires_grad_()
+    return torch.autograd.grad(loss(x, w), (x, w))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forward_and_backward_in_one_graph(backend: str, remote: Callable[..., Remote]) -> None:
+    r = remote(f)
+    compiled = whole(loss_of(r), backend)
+    for _ in range(2):
+        equal(gradients(compiled), gradients(loss_of(f)))
+    assert r.counts == {"message": 4, "keep": 2, "pull": 2}
+    assert r.alive == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
+def test_inductor(remote: Callable[..., Remote]) -> None:
+    r = remote(f)
+    equal(gradients(whole(loss_of(r), "inductor")), gradients(loss_of(f)))
+    assert r.counts == {"message": 2, "keep": 1, "pull": 1}
+
+
+def test_nothing_is_kept_without_gradients(remote: Callable[..., Remote]) -> None:
+    r, x = remote(f), double(4).requires_grad_()
+    compiled = whole(r)
+    with torch.no_grad():
+        equal(compiled(x, double(4, 4)), f(x, double(4, 4)))
+    assert r.counts == {"message": 1, "plain": 1}
+
+
+def test_trees_and_keywords(remote: Callable[..., Remote]) -> None:
+    def g(x: torch.Tensor, *, scale: float, more: dict[str, Any]) -> Any:
+        return {"y": x * scale, "aux": (more["b"][0].sum(), None, "s", [3, x.argmax()])}
+
+    r, x = remote(g), double(4)
+    found = whole(lambda x: r(x, scale=2.0, more={"b": [x, "mean"]}))(x)
+    total, *rest, (three, place) = found["aux"]
+    assert (rest, three) == ([None, "s"], 3)
+    equal((found["y"], total, place), (x * 2, x.sum(), x.argmax()))
+
+
+def test_one_graph_for_all_sizes(remote: Callable[..., Remote]) -> None:
+    g = lambda x, w: (torch.cat([x, x, x[:1]]), x @ w, w.sum(), w.outer(w)[:, :3] if w.dim() == 1 else w)  # noqa: E731
+    r, counter = remote(g), CompileCounter()
+    compiled = whole(lambda x, w: r(x, w), counter, dynamic=True)
+    for n, k in ((5, 3), (6, 4), (9, 7)):
+        equal(compiled(double(n, k), double(k)), g(double(n, k), double(k)))
+    assert counter.frame_count == 1
+
+
+def test_sizes_that_do_not_follow_are_fixed(remote: Callable[..., Remote]) -> None:
+    g = lambda x: x.reshape(2, -1)[:, : max(3, x.shape[0] // 4)]  # noqa: E731
+    r = remote(g)
+    compiled = whole(lambda x: r(x), dynamic=True)
+    for n in (6, 8, 40):
+        equal(compiled(double(n)), g(double(n)))
+
+
+def test_gradients_with_dynamic_sizes(remote: Callable[..., Remote]) -> None:
+    g = lambda x, w: (torch.tanh(x @ w), (x**3).sum())  # noqa: E731
+    r = remote(g)
+    compiled = whole(loss_of(r), dynamic=True)
+    w = double(4, 3).requires_grad_()
+    for n in (2, 5, 6):
+        x = double(n, 4).requires_grad_()
+        equal(torch.autograd.grad(compiled(x, w), (x, w)), torch.autograd.grad(loss_of(g)(x, w), (x, w)))
+
+
+def test_stateful_calls_happen_as_often_and_in_the_order_written(remote: Callable[..., Remote]) -> None:
+    log: list[float] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        log.append(float(x))
+        return x + 1
+
+    r, x = remote(note, stateful=True), torch.tensor(1.0)
+    r.handle.spec = lambda site, avals: SpecResult(avals, flatten(x, torch.is_tensor)[0])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        r(x)  # the result is unused
+        r(x + 1)
+        y = r(x) + r(x)  # equal calls
+        r(x + 5)
+        return y
+
+    whole(run)(x)
+    assert log == [1, 2, 1, 1, 6]
+
+
+def test_r44_the_first_stage_trains(remote: Callable[..., Remote]) -> None:
+    there, here = (torch.nn.Linear(4, 2).double() for _ in range(2))
+    here.load_state_dict(there.state_dict())
+    r, images = remote(there, accumulate=True, stateful=True), double(5, 4)
+    whole(lambda x: r(x).pow(2).sum())(images).backward()
+    here(images).pow(2).sum().backward()
+    equal([p.grad for p in there.parameters()], [p.grad for p in here.parameters()])
+
+
+def test_another_mode_compiles_anew(remote: Callable[..., Remote]) -> None:
+    r, seen = remote(f), []
+    invoke = r.handle.invoke
+    r.handle.invoke = lambda site, *a, **k: seen.append(site.training) or invoke(site, *a, **k)
+    compiled = whole(r)
+    for r.training in (True, False):
+        compiled(double(4), double(4, 4))
+    assert seen == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's own
+def test_without_the_hook_the_graph_breaks_and_is_right(remote: Callable[..., Remote]) -> None:
+    r, site = remote(f), Site(positional(2))
+    run = lambda x, w: gradwire.torch.call(r.handle, site, [x.sin(), w])  # noqa: E731
+    compiled = torch.compile(loss_of(run), backend="aot_eager")
+    equal(gradients(compiled), gradients(loss_of(lambda x, w: f(x.sin(), w))))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    {
+        "grad": lambda r, x: grad(lambda x: r(x, x)[1])(x),
+        "jvp": lambda r, x: jvp(lambda x: r(x, x), (x,), (x,)),
+        "vmap": lambda r, x: vmap(lambda x: r(x, x)[1])(x),
+    }.values(),
+)
+def test_transforms_inside_are_refused(transform: Function, remote: Callable[..., Remote]) -> None:
+    r = remote(f)
+    with pytest.raises(Exception, match="inside a compiled function cannot pass through a remote call"):
+        whole(lambda x: transform(r, x))(double(4, 4))
+    assert not r.counts
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_dual_numbers_into_a_compiled_function_are_refused(
+    backend: str, remote: Callable[..., Remote]
+) -> None:
+    r, x, w = remote(f), double(4), double(4, 4)
+    compiled = whole(r, backend)
+    compiled(x, w)
+    with forward_ad.dual_level(), pytest.raises(UsageError, match="forward_ad cannot pass"):
+        compiled(forward_ad.make_dual(x, x), w)
