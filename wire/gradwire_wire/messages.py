@@ -227,8 +227,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "chain": lambda x: type(x) is list and all(type(c) is bytes for c in x),
     "token": _token,
 }
+_OTHERWISE = {(Hello, "token"): _is(bytes), (Done, "token"): _natural}
 _CHECKERS = {
-    cls: tuple(_is(bytes) if cls is Hello and name == "token" else _CHECKS[name] for name in cls._fields)  # type: ignore[attr-defined]
+    cls: tuple(_OTHERWISE.get((cls, name), _CHECKS[name]) for name in cls._fields)  # type: ignore[attr-defined]
     for cls in KINDS.values()
 }
 
