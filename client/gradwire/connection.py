@@ -1,11 +1,10 @@
-"""Everything this process has to one incarnation of a worker: tether, tensors, a pool of connections.
+"""Everything this process has to one incarnation of a worker: tether, tensors, lines for calls.
 
-Theory of operation. A call checks a connection (a DEALER) out of the pool, sends one message, waits
-for the reply with that call's id, and puts the connection back: last in, first out, so that one
-thread always meets the same warm socket and n threads at once need n. The wait is a blocking receive
-that wakes a few times a second to look whether the worker died, the deadline passed or the bridge was
-closed; signals interrupt it. A call that is abandoned (deadline, Ctrl-C) leaves its connection aside
-until the late reply has come in, is returned unread, and is never anybody else's.
+Theory of operation. A call checks a line out of the pool, sends one message, waits for the reply with
+that call's id, and puts the line back. The wait is a blocking receive that wakes a few times a second
+to look whether the worker died, the deadline passed or the bridge was closed; signals interrupt it. A
+call that is abandoned (deadline, Ctrl-C) leaves its line aside until the late reply has come in; that is
+returned unread, and is never anybody else's.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from gradwire.broker_link import BrokerLink, WorkerFacts
+from gradwire.lines import Line, Lines, lanes_wanted
 from gradwire_wire import errors, messages, sockets
 from gradwire_wire.errors import (
     ClosedError,
@@ -32,7 +32,7 @@ from gradwire_wire.errors import (
     remote_error,
 )
 from gradwire_wire.exchange import Exchange, Memory, close_all
-from gradwire_wire.messages import Done, Failed
+from gradwire_wire.messages import Done, Failed, Long
 from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import TetherClosedError, connect_tether
 
@@ -50,10 +50,7 @@ class Connection:
         self.facts, self._link, self._memory = facts, link, memory
         self._pid = os.getpid()
         self._client_id = b"c" + os.urandom(15)
-        self._numbers = itertools.count(1)
         self._call_ids = itertools.count(1)
-        self._idle: deque[Any] = deque()
-        self._abandoned: deque[Any] = deque()
         self.released: deque[int] = deque()
         self._gone = threading.Event()
         self._closed = False
@@ -63,14 +60,16 @@ class Connection:
         self.compute_ns = 0
         self._tether = connect_tether(facts.tether_path, timeout_s)
         try:
-            self.exchange, self._ours = self._shake_hands(timeout_s)
+            self.exchange, self._ours, lanes = self._shake_hands(timeout_s)
         except BaseException:
             self._tether.close()
             raise
+        lanes = lanes and lanes_wanted() and self.exchange.can_share
+        self._lines = Lines(facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes)
         self._tether_fd = self._tether.fileno()
         link.watch(self._tether_fd, self._on_tether)
 
-    def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger]:
+    def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger, bool]:
         ours = Ledger()
         hello = messages.Hello(messages.PROTOCOL, self.facts.token, self._client_id, self._pid)
         try:
@@ -94,7 +93,8 @@ class Connection:
         ):
             close_all(descriptors)
             raise ProtocolError(f"unexpected answer to Hello: {answer!r:.80}")
-        return Exchange(self._memory, self._tether, Ledger.received(descriptors), ours), ours
+        exchange = Exchange(self._memory, self._tether, Ledger.received(descriptors), ours)
+        return exchange, ours, answer.lanes
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -116,28 +116,21 @@ class Connection:
         self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None
     ) -> tuple[Done, Sequence[bytes]]:
         start = time.perf_counter()
+        if self._lines.aside:
+            self._collect()
         further: list[Any] = []
         headers = self.exchange.lend(carriers, further)
         call_id = next(self._call_ids)
-        socket = self._check_out()
+        line = self._send(make(call_id, headers), headers, further)
         try:
-            sockets.send_nowait(socket, [messages.pack(make(call_id, headers)), *further])
-        except Exception:  # certainly not sent
-            self.exchange.take_back(headers)
-            self._idle.append(socket)
-            raise
-        except BaseException:  # perhaps sent, perhaps in part
-            socket.close()
-            raise
-        try:
-            reply, rest = self._wait(socket, call_id, None if timeout_s is None else start + timeout_s)
+            reply, rest = self._wait(line, call_id, None if timeout_s is None else start + timeout_s)
         except (KeyboardInterrupt, DeadlineError):
-            self._abandon(socket, call_id)
+            self._abandon(line, call_id)
             raise
         except BaseException:
-            socket.close()
+            line.close()
             raise
-        self._idle.append(socket)
+        self._lines.check_in(line)
         self.calls += 1
         self.waited_s += time.perf_counter() - start
         if type(reply) is Failed:
@@ -145,13 +138,30 @@ class Connection:
         self.compute_ns += reply.compute_ns
         return reply, rest
 
+    def _send(self, message: Any, headers: Sequence[Any], further: Sequence[Any]) -> Line:
+        """Send a message; the line that its reply will come on."""
+        line: Line | None = None
+        try:
+            frame = messages.pack(message)
+            line = self._lines.check_out(len(frame), len(further))
+            line.send_nowait([frame, *further])
+        except sockets.Unreachable:
+            self.exchange.take_back(headers)
+            if line is not None:
+                line.close()
+            self._raise_unreachable()
+        except Exception:  # certainly not sent
+            self.exchange.take_back(headers)
+            raise
+        except BaseException:  # perhaps sent, perhaps in part
+            if line is not None:
+                line.close()
+            raise
+        return line
+
     def tell(self, message: Any) -> None:
         """Send a message that has no reply."""
-        socket = self._check_out()
-        try:
-            sockets.send_nowait(socket, [messages.pack(message)])
-        finally:
-            self._idle.append(socket)
+        self._lines.check_in(self._send(message, (), ()))
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():
@@ -165,34 +175,34 @@ class Connection:
         if self._gone.is_set():
             self._raise_dead(was_running=False)
 
-    def _check_out(self) -> Any:
-        if self._abandoned:
-            self._collect_abandoned()
-        try:
-            return self._idle.pop()
-        except IndexError:
-            number = next(self._numbers)
-            return sockets.connect_dealer(
-                self.facts.endpoint, self._client_id + number.to_bytes(4, "big"), LOOK_MS
-            )
-
-    def _wait(self, socket: Any, call_id: int, deadline: float | None) -> tuple[Any, Sequence[bytes]]:
+    def _wait(self, line: Line, call_id: int, deadline: float | None) -> tuple[Any, Sequence[bytes]]:
         while True:
             try:
-                frames = sockets.receive(socket)
+                frames = line.receive()
             except sockets.Again:
-                self._look_around(socket, deadline)
+                self._look_around(deadline)
                 continue
-            reply = messages.unpack(frames[0])
-            if type(reply) not in (Done, Failed):
-                raise ProtocolError(f"a worker does not say {type(reply).__name__}")
+            except sockets.Unreachable:
+                self._raise_unreachable(was_running=True)
+            frames, reply = self._read(frames)
             if reply.call_id == call_id or (reply.call_id == 0 and type(reply) is Failed):
                 return reply, frames[1:]
-            self._decline(reply, frames[1:])
+            self._decline(reply)
 
-    def _look_around(self, socket: Any, deadline: float | None) -> None:
+    def _read(self, frames: list[bytes]) -> tuple[list[bytes], Any]:
+        """The reply in a message, and the frames it came in or stood for."""
+        reply = messages.unpack(frames[0])
+        if type(reply) is Long:
+            carriers = self.exchange.borrow_all(reply.headers, ())
+            frames = [c.array.tobytes() for c in carriers if c is not None]
+            reply = messages.unpack(frames[0]) if frames else None
+        if type(reply) not in (Done, Failed):
+            raise ProtocolError(f"a worker does not say {type(reply).__name__}")
+        return frames, reply
+
+    def _look_around(self, deadline: float | None) -> None:
         """No reply yet: is there still somebody to wait for?"""
-        if self._gone.is_set() and not socket.poll(0):
+        if self._gone.is_set():
             self._raise_dead(was_running=True)
         if self._closed:
             raise ClosedError(
@@ -204,7 +214,13 @@ class Connection:
                 "worker.restart() ends it. Give more time with .options(timeout=...)"
             )
 
-    def _raise_dead(self, was_running: bool) -> None:
+    def _raise_unreachable(self, was_running: bool = False) -> NoReturn:
+        """The line is broken: because the worker is gone or this end was closed, as will be known at once."""
+        if not self._gone.wait(REPORT_S) and self._closed:
+            raise ClosedError(f"worker {self.facts.name!r} was closed while it was called")
+        self._raise_dead(was_running)
+
+    def _raise_dead(self, was_running: bool) -> NoReturn:
         death = self._link.death_of(self.facts.incarnation, REPORT_S)
         name, pid = self.facts.name, self.facts.pid
         if death is None:
@@ -225,26 +241,16 @@ class Connection:
 
     # -- calls nobody waits for ------------------------------------------------------------------
 
-    def _abandon(self, socket: Any, call_id: int) -> None:
+    def _abandon(self, line: Line, call_id: int) -> None:
         self._ours.cancel(call_id)
-        self._abandoned.append(socket)
+        self._lines.set_aside(line)
         self._link.interrupt(self.facts.incarnation)
 
-    def _collect_abandoned(self) -> None:
-        """Connections whose late reply has come in are good again; the reply is returned unread."""
-        for _ in range(len(self._abandoned)):
-            try:
-                socket = self._abandoned.popleft()
-            except IndexError:
-                return
-            frames = sockets.receive_nowait(socket)
-            if frames is None:
-                self._abandoned.append(socket)
-            else:
-                self._decline(messages.unpack(frames[0]), frames[1:])
-                self._idle.append(socket)
+    def _collect(self) -> None:
+        """Late replies are returned unread, and their lines are good again."""
+        self._lines.collect(lambda frames: self._decline(self._read(frames)[1]))
 
-    def _decline(self, reply: Any, frames: Sequence[bytes]) -> None:
+    def _decline(self, reply: Any) -> None:
         if type(reply) is Done:
             self.exchange.decline(reply.headers)
             if reply.token:
@@ -254,8 +260,7 @@ class Connection:
         """In the link's thread: what nobody else may come by to do."""
         if self._gone.is_set() or self._closed or self._pid != os.getpid():
             return
-        if self._abandoned:
-            self._collect_abandoned()
+        self._collect()
         if self.released:
             self.tell(messages.Release(self.take_released()))
 
@@ -291,9 +296,7 @@ class Connection:
         self._closed = True
         if not self._gone.is_set():
             self._link.unwatch(self._tether_fd)
-        for sockets_left in (self._idle, self._abandoned):
-            while sockets_left:
-                sockets_left.pop().close()
+        self._lines.close()
         if self._gone.is_set():
             self._tether.close()
             self.exchange.end()

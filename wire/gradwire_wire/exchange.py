@@ -164,6 +164,7 @@ class Exchange:
         self._announced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._passed: set[Holder] = set()  # lent by reference
         self._theirs: dict[int, ForeignSegment] = {}
+        self._lanes: list[int] | None = None
         self.copied_bytes = 0
         memory.join(self)
 
@@ -364,6 +365,27 @@ class Exchange:
                 raise ProtocolError(f"segment {number} was never announced")
         return segment.nbytes
 
+    @property
+    def can_share(self) -> bool:
+        """Whether memory is shared in both directions."""
+        return self._can_lend and self._ours.is_shared and self._memory.is_shared
+
+    def pass_lane(self, descriptor: int) -> bool:
+        """Client: give the worker its end of a lane. False where that cannot be done at once."""
+        with self._memory.lock:
+            return self._tether is not None and self._tether.send_nowait(messages.NewLane(), [descriptor])
+
+    def expect_lanes(self) -> None:
+        """Worker: the client may pass lanes from now on."""
+        self._lanes = []
+
+    def take_lanes(self) -> list[int]:
+        """Worker: the descriptors of lanes that have come since the last look; the caller owns them."""
+        taken = self._lanes or []
+        if taken:
+            self._lanes = []
+        return taken
+
     def receive_segments(self) -> None:
         """Read all that lies in the tether, and do what it asks; takes the lock. TetherClosedError at its end."""
         is_short = False
@@ -381,6 +403,8 @@ class Exchange:
                     and message.number not in self._theirs
                 ):
                     self._theirs[message.number] = ForeignSegment(descriptors[0], message.nbytes)
+                elif type(message) is messages.NewLane and len(descriptors) == 1 and self._lanes is not None:
+                    self._lanes.append(descriptors[0])
                 else:
                     close_all(descriptors)
                     raise ProtocolError(f"unexpected on the tether: {message!r:.80}")
@@ -409,6 +433,7 @@ class Exchange:
         self._announced.clear()
         self._theirs.clear()
         self._passed.clear()
+        close_all(self.take_lanes())
         for ledger in (self._marks, self._ours):  # whoever still knows this exchange holds no memory by it
             ledger.detach()
 

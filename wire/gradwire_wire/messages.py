@@ -25,6 +25,8 @@ __all__ = [
     "Failed",
     "Hello",
     "Load",
+    "Long",
+    "NewLane",
     "Refused",
     "Release",
     "Segment",
@@ -128,6 +130,13 @@ class Failed(NamedTuple):
     traceback: str
 
 
+class Long(NamedTuple):
+    """Worker, by lane only: the answer's frames, each as a tensor of bytes, since they are too long for a packet."""
+
+    call_id: int
+    headers: list[Any]
+
+
 class Hello(NamedTuple):
     """Tether, client first: who I am; carries the descriptor of the ledger I write."""
 
@@ -138,11 +147,12 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Tether, worker's answer; carries the descriptor of the ledger the worker writes."""
+    """Tether, worker's answer; carries the descriptor of the ledger the worker writes. ``lanes``: whether it takes any."""
 
     protocol: int
     incarnation: bytes
     pid: int
+    lanes: bool
 
 
 class Refused(NamedTuple):
@@ -159,6 +169,10 @@ class Segment(NamedTuple):
     nbytes: int
 
 
+class NewLane(NamedTuple):
+    """Tether, client only: one end of a pair of sockets for calls comes along."""
+
+
 class Collect(NamedTuple):
     """Tether, either side: I am short of memory, collect your garbage, for it may hold loans of mine."""
 
@@ -171,11 +185,13 @@ KINDS: dict[int, type] = {
     5: Release,
     16: Done,
     17: Failed,
+    18: Long,
     32: Hello,
     33: Welcome,
     34: Refused,
     35: Segment,
     36: Collect,
+    37: NewLane,
 }
 _CODES = {cls: code for code, cls in KINDS.items()}
 
@@ -221,6 +237,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("kind", "target", "verb", "type_name", "message", "traceback"), _is(str)),
     **dict.fromkeys(("structure", "client_id", "incarnation"), _is(bytes)),
     **dict.fromkeys(("headers", "avals", "word"), _is(list)),
+    "lanes": _is(bool),
     "training": _optional(_is(bool)),
     "seed": _optional(_natural),
     "released": _naturals,

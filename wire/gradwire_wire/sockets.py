@@ -22,7 +22,9 @@ from gradwire_wire.messages import MAX_FRAME
 
 __all__ = [
     "IN",
+    "Addressee",
     "Again",
+    "Dealer",
     "Poller",
     "Socket",
     "SocketError",
@@ -114,6 +116,45 @@ def receive_nowait(socket: Any) -> list[bytes] | None:
         return _receive(socket, _NOWAIT)
     except zmq.Again:
         return None
+
+
+class Dealer:
+    """A DEALER as one way to send a call and wait for its reply; `gradwire_wire.lane.Lane` is the other.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, address: str, identity: bytes, receive_timeout_ms: int) -> None:
+        self._socket = connect_dealer(address, identity, receive_timeout_ms)
+
+    def send_nowait(self, frames: Sequence[Any]) -> None:
+        """Send without ever blocking; Unreachable where the queue is full."""
+        send_nowait(self._socket, frames)
+
+    def receive(self) -> list[bytes]:
+        """The next message's frames. Again after the timeout."""
+        return _receive(self._socket, 0)
+
+    def receive_nowait(self) -> list[bytes] | None:
+        """The next message's frames, or None where there is none."""
+        return receive_nowait(self._socket)
+
+    def close(self) -> None:
+        """Close the socket; what was not sent yet is dropped."""
+        self._socket.close()
+
+
+class Addressee:
+    """Who sent a message to a ROUTER, as a way to answer."""
+
+    __slots__ = ("_identity", "_router")
+
+    def __init__(self, router: Any, identity: bytes) -> None:
+        self._router, self._identity = router, identity
+
+    def send_nowait(self, frames: Sequence[Any]) -> None:
+        """Answer without ever blocking; Unreachable where the client is gone or does not read."""
+        send_nowait(self._router, [self._identity, *frames])
 
 
 def _receive(socket: Any, flags: int) -> list[bytes]:

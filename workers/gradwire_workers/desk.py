@@ -11,20 +11,37 @@ import hmac
 import os
 import time
 from functools import lru_cache
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence, Union
+
+import numpy as np
 
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Aval, Carrier
-from gradwire_wire.dtypes import checked_dtype
+from gradwire_wire.dtypes import BY_NAME, checked_dtype
 from gradwire_wire.errors import (
     GradwireError,
+    MemoryExhaustedError,
     ProtocolError,
     UsageError,
     VersionMismatchError,
 )
 from gradwire_wire.exchange import Exchange, Memory, close_all
-from gradwire_wire.messages import Call, Done, Failed, Hello, Load, Refused, Release, Spec, State, Welcome
+from gradwire_wire.lane import MAX_PACKET, Lane, received_lane
+from gradwire_wire.messages import (
+    Call,
+    Done,
+    Failed,
+    Hello,
+    Load,
+    Long,
+    Refused,
+    Release,
+    Spec,
+    State,
+    Welcome,
+)
 from gradwire_wire.segments import Ledger, read_memory
+from gradwire_wire.sockets import Addressee
 from gradwire_wire.structures import MAX_CACHED, fill_call, flatten
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
 from gradwire_wire.words import checked_word
@@ -38,6 +55,8 @@ from gradwire_workers.targets import find_target, is_factory
 
 __all__ = ["Desk"]
 
+Line = Union[Addressee, Lane]
+BYTES = BY_NAME["uint8"]
 RESIDUAL_BYTES = 512 << 20
 
 
@@ -77,6 +96,7 @@ class Desk:
         self._memory = Memory(max_shared_bytes)
         self._sessions: dict[bytes, Session] = {}
         self._tethers: dict[int, tuple[Tether, Session | None]] = {}
+        self._lanes: dict[int, tuple[Lane, Session]] = {}
         self._programs: dict[int, Program] = {}
         self._state = ModuleState(engine)
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
@@ -101,12 +121,13 @@ class Desk:
                 return
             if self._listener.fileno() in ready:
                 self._accept()
-            for fd in [fd for fd in self._tethers if fd in ready]:
-                self._read_tether(fd)
-            if self._router in ready:
-                frames = sockets.receive_nowait(self._router)
-                if frames is not None:
-                    self._serve_one(frames[0], frames[1:])
+            for waited in ready:
+                if waited in self._lanes:
+                    self._serve_lane(waited)
+                elif waited in self._tethers:
+                    self._read_tether(waited)
+                elif waited is self._router:
+                    self._serve_router()
 
     # -- clients come and go ---------------------------------------------------------------------
 
@@ -123,6 +144,7 @@ class Desk:
                 self._greet(fd, tether)
             else:
                 session.exchange.receive_segments()
+                self._take_lanes(session)
         except (TetherClosedError, GradwireError, OSError):
             self._end(fd)
 
@@ -138,10 +160,11 @@ class Desk:
             raise
         ours = Ledger()
         tether.send(
-            Welcome(messages.PROTOCOL, self._incarnation, os.getpid()), ours.descriptors, timeout_s=1.0
+            Welcome(messages.PROTOCOL, self._incarnation, os.getpid(), True), ours.descriptors, timeout_s=1.0
         )
         ours.close()
         session = Session(hello.client_id, tether, marks, Exchange(self._memory, tether, marks, ours))
+        session.exchange.expect_lanes()
         self._sessions[hello.client_id] = session
         self._tethers[fd] = (tether, session)
 
@@ -163,20 +186,49 @@ class Desk:
             raise problem
         return Ledger.received(descriptors)
 
+    def _take_lanes(self, session: Session) -> None:
+        for descriptor in session.exchange.take_lanes():
+            lane = received_lane(descriptor)
+            if lane is not None:
+                self._lanes[lane.fileno()] = (lane, session)
+                self._poller.register(lane.fileno(), sockets.IN)
+
+    def _close_lane(self, fd: int) -> None:
+        lane, _ = self._lanes.pop(fd)
+        self._poller.unregister(fd)
+        lane.close()
+
     def _end(self, fd: int) -> None:
-        """A client is gone: its loans, its residuals and its tether go."""
+        """A client is gone: its loans, its residuals, its lanes and its tether go."""
         tether, session = self._tethers.pop(fd)
         self._poller.unregister(fd)
         tether.close()
         if session is not None:
             self._sessions.pop(session.client_id, None)
+            for lane in [lane for lane, (_, owner) in self._lanes.items() if owner is session]:
+                self._close_lane(lane)
             self._residuals.end(session.client_id)
             session.exchange.end()
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _serve_one(self, identity: bytes, frames: list[bytes]) -> None:
-        session = self._sessions.get(identity[:16])
+    def _serve_router(self) -> None:
+        frames = sockets.receive_nowait(self._router)
+        if frames is not None:
+            identity, *frames = frames
+            self._serve_one(self._sessions.get(identity[:16]), frames, Addressee(self._router, identity))
+
+    def _serve_lane(self, fd: int) -> None:
+        lane, session = self._lanes[fd]
+        try:
+            frames = lane.receive_nowait()
+        except sockets.Unreachable:
+            self._close_lane(fd)
+            return
+        if frames is not None:
+            self._serve_one(session, frames, lane)
+
+    def _serve_one(self, session: Session | None, frames: list[bytes], line: Line) -> None:
         call_id = 0
         try:
             if session is None or not frames:
@@ -194,16 +246,22 @@ class Desk:
             reply = Reply(faults.failed(call_id, error))
             del error
         if reply is not None:
-            self._send(session, identity, reply)
+            self._send(session, reply, line)
 
-    def _send(self, session: Session | None, identity: bytes, reply: Reply) -> None:
+    def _send(self, session: Session | None, reply: Reply, line: Line) -> None:
         try:
-            frames = [identity, messages.pack(reply.message), *reply.frames]
+            frames = [messages.pack(reply.message), *reply.frames]
+            if (
+                session is not None
+                and type(line) is Lane
+                and (len(frames) > 1 or len(frames[0]) > MAX_PACKET)
+            ):
+                frames = [_by_memory(session, reply.message.call_id, frames)]
         except Exception as error:  # longer than the client would read, or text that is none
             _take_back(session, reply)
-            frames = [identity, messages.pack(faults.failed(reply.message.call_id, error))]
+            frames = [messages.pack(faults.failed(reply.message.call_id, error))]
         try:
-            sockets.send_nowait(self._router, frames)
+            line.send_nowait(frames)
         except sockets.Unreachable:
             _take_back(session, reply)
 
@@ -301,6 +359,19 @@ class Desk:
             return self._programs[number]
         except KeyError:
             raise ProtocolError(f"worker {self._name!r} has no remote {number}; was it restarted?") from None
+
+
+def _by_memory(session: Session, call_id: int, frames: Sequence[bytes]) -> bytes:
+    """A message that stands for frames too long for a lane's packet: they lie in shared memory."""
+    further: list[Any] = []
+    carriers = [Carrier(np.frombuffer(frame, np.uint8), BYTES) for frame in frames]
+    headers = session.exchange.lend(carriers, further)
+    if further:
+        session.exchange.take_back(headers)
+        raise MemoryExhaustedError(
+            f"{sum(map(len, frames))} bytes of reply cannot be shared: too many results are held at once. Drop some"
+        )
+    return messages.pack(Long(call_id, headers))
 
 
 def _take_back(session: Session | None, reply: Reply) -> None:

@@ -23,3 +23,11 @@ def both(x, y):
 
 def bad(x):
     raise ValueError("bad 42")
+
+
+def many(x, count):
+    return [x + i for i in range(count)]
+
+
+def total(items):
+    return sum(items)

@@ -23,3 +23,18 @@ def nap(seconds):
 
 def count_open_files():
     return len(os.listdir("/proc/self/fd"))
+
+
+def nap_in_c(seconds):
+    """Sleeps on, whoever interrupts: like a loop in C."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            time.sleep(deadline - time.monotonic())
+        except KeyboardInterrupt:
+            pass
+    return np.ones(3)
+
+
+def fail_at_length(text):
+    raise KeyError(text)

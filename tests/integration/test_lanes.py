@@ -1,0 +1,64 @@
+"""Calls by lane and by ZeroMQ give the same; frames too long for a lane's packet find their way."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire.lines import lanes_wanted
+from gradwire_wire.lane import MAX_PACKET
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+
+
+@pytest.fixture(scope="module", params=["lane", "zmq"])
+def worker(request: pytest.FixtureRequest) -> Iterator[gw.Worker]:
+    with pytest.MonkeyPatch.context() as patch, gw.connect() as bridge:
+        patch.setenv("GRADWIRE_LANE", "zmq" if request.param == "zmq" else "")
+        assert lanes_wanted() is (request.param == "lane")
+        yield bridge.worker("numpy", path=[TARGETS])
+
+
+@pytest.mark.parametrize("count", [1, 10, 200])
+def test_many_small_tensors(worker: gw.Worker, count: int) -> None:
+    """A reply or a call of 200 tensors of 4,000 bytes is longer than a packet."""
+    assert 200 * 4000 > MAX_PACKET
+    x = np.arange(1000, dtype=np.float32)
+    many, total = worker.function("any_framework:many"), worker.function("any_framework:total")
+    for _ in range(3):
+        results = many(x, count)
+        for i, y in enumerate(results):
+            np.testing.assert_array_equal(y, x + i)
+        np.testing.assert_array_equal(total(results), sum(results))
+
+
+def test_an_error_longer_than_a_packet(worker: gw.Worker) -> None:
+    with pytest.raises(KeyError) as caught:
+        worker.function("in_numpy:fail_at_length")("x" * 100_000)
+    assert "x" * 90_000 in str(caught.value)
+
+
+def test_a_late_reply_is_nobodys(worker: gw.Worker) -> None:
+    many, nap = worker.function("any_framework:many"), worker.function("in_numpy:nap_in_c")
+    for i in range(3):
+        with pytest.raises(gw.DeadlineError):
+            nap.options(timeout=0.05)(0.3)
+        x = np.full(50_000, i, np.float32)
+        for j, y in enumerate(many(x, 3)):
+            np.testing.assert_array_equal(y, x + j)
+
+
+def test_no_line_is_lost(worker: gw.Worker) -> None:
+    """Abandoned lines come back: their number does not grow."""
+    nap, files = worker.function("in_numpy:nap_in_c"), worker.function("in_numpy:count_open_files")
+    before = None
+    for _ in range(5):
+        with pytest.raises(gw.DeadlineError):
+            nap.options(timeout=0.05)(0.15)
+        files()
+        before = before or files()
+    assert files() <= before + 1

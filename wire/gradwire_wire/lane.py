@@ -1,0 +1,100 @@
+"""Lanes: the same frames through a pair of Unix ``SOCK_SEQPACKET`` sockets, between two processes of one machine.
+
+Theory of operation. ZeroMQ hands every message to a thread of its own on either side, so that a round trip wakes
+four threads. A lane is a connected pair of sockets: one write wakes the one thread that waits. The client makes
+the pair, keeps one end and passes the other over the tether; the worker polls it beside its other sockets. A
+lane carries one call at a time, in the protocol's own frame, one packet each way::
+
+    client                                   worker
+    send_nowait(frame)  ──── packet ────►    poll, receive_nowait
+    receive()           ◄─── packet ────     send_nowait(frame)
+
+The kernel gives the rest: a packet is whole or not there, its bytes are a copy that nobody can change any more,
+the end of the peer is an end of file, and send and receive order memory. A frame longer than a packet may be does not
+go by lane: the client sends it by ZeroMQ, the worker puts it into shared memory and sends `messages.Long`.
+Either end may be malicious or dying: it can send packets that are refused, or close.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any, Sequence
+
+from gradwire_wire.sockets import Again, Unreachable
+
+__all__ = ["MAX_PACKET", "Lane", "lane_pair", "received_lane"]
+
+MAX_PACKET = 64 << 10
+"""Bytes of a frame that may go by lane; a socket's buffer takes about 200 KiB."""
+
+
+class Lane:
+    """One end. Used by one thread at a time."""
+
+    def __init__(self, sock: socket.socket, receive_timeout_ms: int = 0) -> None:
+        """Takes over the socket. ``receive_timeout_ms``: what `receive` waits at most."""
+        self._socket = sock
+        self._buffer = memoryview(bytearray(MAX_PACKET + 1))
+        if receive_timeout_ms:
+            sock.setblocking(True)  # the kernel's own timeout: Python's would poll before each receive
+            seconds, rest = divmod(receive_timeout_ms, 1000)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, rest * 1000))
+
+    def fileno(self) -> int:
+        """For a poller; -1 once closed."""
+        return self._socket.fileno()
+
+    def send_nowait(self, frames: Sequence[bytes]) -> None:
+        """Send the one frame without ever blocking; Unreachable where the peer is gone or does not read."""
+        (frame,) = frames
+        try:
+            self._socket.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise Unreachable(str(error)) from error
+
+    def receive(self) -> list[bytes]:
+        """The next frame. Again after the timeout; Unreachable once the peer is gone."""
+        return self._receive(0)
+
+    def receive_nowait(self) -> list[bytes] | None:
+        """The next frame, or None where there is none. Unreachable once the peer is gone."""
+        try:
+            return self._receive(socket.MSG_DONTWAIT)
+        except Again:
+            return None
+
+    def _receive(self, flags: int) -> list[bytes]:
+        try:
+            count = self._socket.recv_into(self._buffer, 0, flags)
+        except BlockingIOError:
+            raise Again from None
+        except OSError as error:
+            raise Unreachable(str(error)) from error
+        if not count or count > MAX_PACKET:
+            raise Unreachable("the peer has gone" if not count else "the peer sent too long a packet")
+        return [bytes(self._buffer[:count])]
+
+    def close(self) -> None:
+        """Close this end; the peer sees end of file."""
+        self._socket.close()
+
+
+def lane_pair(receive_timeout_ms: int) -> tuple[Lane, Any]:
+    """A client's end, and the socket that is to be passed on and then closed. OSError where none can be had."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Lane(ours, receive_timeout_ms), theirs
+
+
+def received_lane(descriptor: int) -> Lane | None:
+    """The worker's end (takes over the descriptor); None where it is no such socket."""
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        return None
+    if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
+        sock.close()
+        return None
+    return Lane(sock)
