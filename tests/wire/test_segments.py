@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -283,7 +284,7 @@ BAD_DESCRIPTORS: dict[str, tuple[Callable[[], int], int]] = {
     "a file": (regular_file, MIB),
     "a folder": (lambda: os.open("/tmp", os.O_RDONLY), MIB),
     "a device": (lambda: os.open("/dev/zero", os.O_RDWR), MIB),
-    "an eventfd": (lambda: os.eventfd(0), MIB),
+    "a socket": (lambda: socket.socket(socket.AF_UNIX).detach(), MIB),
 }
 
 

@@ -96,6 +96,10 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
         raise UnsupportedTensorError(f"{prefix or 'the arguments'}: {error}") from error
 
 
+_SMALL_BUFFER: dict[str, Any] = {"buf_size": 1024} if msgpack.version >= (1, 1) else {}
+"""A packer's own default is a buffer of 256 KiB, which the system would give and take each time."""
+
+
 class _Flattener:
     """One flattening: msgpack's packer calls `other` for everything it has no type for."""
 
@@ -108,8 +112,7 @@ class _Flattener:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} levels")
-        # (a packer's own default is a buffer of 256 KiB, which the system would give and take each time)
-        packer = msgpack.Packer(default=self.other, strict_types=True, buf_size=1024)
+        packer = msgpack.Packer(default=self.other, strict_types=True, **_SMALL_BUFFER)
         packed: bytes = packer.pack(tree)
         self.depth -= 1
         return packed
