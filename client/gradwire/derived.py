@@ -39,7 +39,7 @@ class Derived:
     token_ops: operations of the word that the forward under the token had; only looked at with a token.
     accumulate: this pullback adds to the gradients that the worker's module owns.
     keep: 0 nothing, 1 this evaluation, 2 the rows of this batch: a token comes with the results.
-    structure: of F's result tree, once F was evaluated.
+    structure: of F's result tree, once F was evaluated. held: what must live as long as this does.
     """
 
     handle: Handle
@@ -49,6 +49,7 @@ class Derived:
     accumulate: bool = False
     keep: int = 0
     structure: bytes = b""
+    held: Any = None
 
     def then(self, op: tuple[Any, ...], *, accumulate: bool = False) -> Derived:
         """The derivative ``op`` of this function, at a token of this function's evaluation."""

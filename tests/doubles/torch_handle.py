@@ -117,7 +117,11 @@ class _Run:
             number = next(self.handle._tokens)
             self.handle.kept[number] = kept
         arrays = [None if y is None else tensors.export(y) for y in results]
-        return Outcome([a and a._replace(array=np.array(a.array)) for a in arrays], b"" if self.word else self.structure, number)
+        return Outcome(
+            [a and a._replace(array=np.array(a.array)) for a in arrays],
+            b"" if self.word else self.structure,
+            number,
+        )
 
     def results(self, keep: int, token: int | np.ndarray, token_ops: int) -> tuple[Sequence[Any], Kept]:
         if isinstance(token, np.ndarray):

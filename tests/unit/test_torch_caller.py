@@ -208,6 +208,23 @@ def test_messages(cell: str, expected: dict[str, int], remote: Callable[..., Rem
     assert r.counts == expected
 
 
+@pytest.mark.parametrize("cell", [c for c in CELLS if "vmap" in c or "jac" in c])
+def test_row_by_row(cell: str, remote: Callable[..., Remote]) -> None:
+    x, w = double(4), double(4, 4, seed=1)
+    r = remote(f, vmap="sequential")
+    equal(CELLS[cell](r, x.clone(), w.clone()), CELLS[cell](f, x.clone(), w.clone()), **CLOSE)
+    assert not any(kind.endswith("rows") for kind in r.counts)
+
+
+@pytest.mark.parametrize("how", ["batch", "sequential"])
+def test_empty_batch(how: str, remote: Callable[..., Remote]) -> None:
+    g = lambda x, w: ((x * w).sin(), (x**3).sum())  # noqa: E731
+    r, x, w = remote(g, vmap=how), double(0, 4), double(4)
+    equal(vmap(r, (0, None))(x, w), vmap(g, (0, None))(x, w))
+    each = lambda g: vmap(grad(loss_of(g), (0, 1)), (0, None))(x, w)  # noqa: E731
+    equal(each(r), each(g))
+
+
 @pytest.mark.parametrize("options", [{}, {"check_forward_ad": True}], ids=["reverse", "forward"])
 def test_gradcheck(options: dict[str, bool], remote: Callable[..., Remote]) -> None:
     x, w = double(4).requires_grad_(), double(4, 4).requires_grad_()
@@ -439,6 +456,14 @@ def test_results_are_the_callers_own(remote: Callable[..., Remote]) -> None:
     y = r(x)
     y += 1
     equal(x, double(3), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_may_be_changed_in_place(dtype: torch.dtype, remote: Callable[..., Remote]) -> None:
+    r, x = remote(lambda x: (x * 2, x * 3)), torch.ones(3, dtype=dtype, requires_grad=True)
+    y, _ = r(x)
+    y.add_(1).relu_().sum().backward()
+    equal(x.grad, torch.full_like(x, 2), **EXACT)
 
 
 def test_a_changed_operand_is_an_error_not_a_wrong_gradient(remote: Callable[..., Remote]) -> None:

@@ -18,6 +18,7 @@ constant. Dynamo is given the operator alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gradwire.torch import operator
 from gradwire.torch.evaluation import evaluate, zeros_like_result
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
-from gradwire_wire.tensors.torch import aval
+from gradwire_wire.tensors.torch import aval, torch_dtype
 
 __all__ = ["apply"]
 
@@ -135,15 +136,42 @@ class _Transformed(torch.autograd.Function):
         _, *dims, token_dim = in_dims
         axes = tuple(d is not None for d in dims)
         moved = [x if d is None else x.movedim(d, 0) for x, d in zip(operands, dims, strict=True)]
-        if token_dim is not None:  # rows of one batch stay rows of it; a second level has to compute afresh
-            token = token.movedim(token_dim, 0) if token.ndim == 2 else None
-        # Rows can be kept of a batch of F itself.
-        keep = 2 if fn.keep and not fn.word else 0
-        lower = fn.batched(axes, keep)
-        *results, kept = _Transformed.apply(lower, *moved, token)
+        if token_dim is not None:
+            token = token.movedim(token_dim, 0)
         if not fn.word:
             fn.structure = fn.structure_of([_row(x, mapped) for x, mapped in zip(moved, axes, strict=True)])
+        batched = _row_by_row if fn.site.vmap == "sequential" else _as_batch
+        *results, kept = batched(fn, axes, moved, token, token_dim is not None, info.batch_size)
         return (*results, kept), (*(0 for _ in results), None if kept is None else 0)
+
+
+def _as_batch(
+    fn: Derived, axes: tuple[bool, ...], operands: Sequence[Any], token: Any, rows: bool, size: int
+) -> Sequence[Any]:
+    """A level of vmap as one message: results and token with the batch in front."""
+    if rows and token.ndim != 2:
+        token = None  # rows of rows: computed afresh
+    # Rows can be kept of a batch of F itself.
+    return _Transformed.apply(fn.batched(axes, 2 if fn.keep and not fn.word else 0), *operands, token)
+
+
+def _row_by_row(
+    fn: Derived, axes: tuple[bool, ...], operands: Sequence[Any], token: Any, rows: bool, size: int
+) -> Sequence[Any]:
+    """The same with a message a row, for targets that cannot be batched: ``options(vmap="sequential")``."""
+    if not size:
+        avals = fn.result_avals([_row(x, mapped) for x, mapped in zip(operands, axes, strict=True)])
+        return *(torch.zeros((0, *a.shape), dtype=torch_dtype(a.dtype)) for a in avals), None
+    found = []
+    for i in range(size):
+        row = [x[i] if mapped else x for x, mapped in zip(operands, axes, strict=True)]
+        found.append(_Transformed.apply(replace(fn), *row, token[i] if rows else token))
+    *results, tokens = zip(*found, strict=True)
+    stacked = [torch.stack(same) for same in results]
+    if tokens[0] is None:
+        return *stacked, None
+    fn.held = tokens  # for the stack is a copy
+    return *stacked, torch.stack(tokens)
 
 
 def _row(x: Any, mapped: bool) -> Aval:
