@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,11 +63,13 @@ def is_leaf(x: Any) -> bool:
     return family_of(x) != ""
 
 
+@lru_cache
 def tensors_named(family: str) -> Any:
     """The family's `gradwire_wire.tensors.TensorFamily`; imports the framework, which its tensors' owner has."""
     return importlib.import_module(f"gradwire_wire.tensors.{family}")
 
 
+@lru_cache
 def face_named(family: str) -> Face:
     """The family's caller face."""
     try:

@@ -64,6 +64,7 @@ BY_NAME: dict[str, DType] = {
     "float8_e8m0fnu": DType(14, 8),
 }
 _NAMES = {dtype: name for name, dtype in BY_NAME.items()}
+_BY_CODES = {tuple(dtype): dtype for dtype in BY_NAME.values()}
 _CARRIERS = {
     d: "uint16" if d.bits == 16 else "uint8"
     for d in BY_NAME.values()
@@ -79,7 +80,7 @@ def dtype_named(name: str) -> DType | None:
 def checked_dtype(code: object, bits: object, lanes: object) -> DType:
     """What a received (code, bits, lanes) means; ProtocolError where it means nothing."""
     if type(code) is int and type(bits) is int and type(lanes) is int:
-        dtype = DType(code, bits, lanes)
-        if dtype in _NAMES:
+        dtype = _BY_CODES.get((code, bits, lanes))
+        if dtype is not None:
             return dtype
     raise ProtocolError(f"unknown dtype (code, bits, lanes) = {shown((code, bits, lanes))}")

@@ -29,8 +29,9 @@ import numpy as np
 from gradwire_wire import messages
 from gradwire_wire.arena import Arena, Slot
 from gradwire_wire.carriers import Carrier
+from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ClosedError, MemoryExhaustedError, ProtocolError, UnsupportedTensorError
-from gradwire_wire.headers import IS_COPIED, Header, checked_header, packed
+from gradwire_wire.headers import IS_COPIED, Header, checked_header, inline, packed
 from gradwire_wire.leases import Loans
 from gradwire_wire.segments import (
     ForeignSegment,
@@ -147,6 +148,7 @@ class SlotHolder:
         self.arena.give_soon(self.slot)
 
 
+_NUMPY = {dtype: np.dtype(dtype.carrier) for dtype in BY_NAME.values()}
 Holder = Union[SlotHolder, Lease]
 
 
@@ -181,7 +183,12 @@ class Exchange:
         headers: list[Any] = []
         try:
             for carrier in carriers:
-                headers.append(None if carrier is None else packed(self._header(carrier, frames)))
+                if carrier is None:
+                    headers.append(None)
+                elif carrier.array.nbytes <= INLINE_BYTES:
+                    headers.append(inline(carrier.array.tobytes(), carrier.array.shape, carrier.dtype))
+                else:
+                    headers.append(packed(self._header(carrier, frames)))
         except BaseException:
             self.take_back(headers)
             raise
@@ -190,8 +197,6 @@ class Exchange:
     def _header(self, carrier: Carrier, frames: list[Any]) -> Header:
         array, dtype, _ = carrier
         nbytes = array.nbytes
-        if nbytes <= INLINE_BYTES:
-            return Header(array.tobytes(), 0, 0, array.shape, None, dtype)
         if self._memory.is_shared and self._can_lend:
             header = self._by_reference(carrier) or self._copied(carrier)
             if header is not None:
@@ -311,10 +316,10 @@ class Exchange:
         if type(place) is int:
             return self._leased(h, place)
         data = place if type(place) is bytes else frames[place[0]]  # type: ignore[index]
-        if len(data) != h.nbytes:
+        if data is not place and len(data) != h.nbytes:
             raise ProtocolError(f"{len(data)} bytes in a frame whose header describes {h.nbytes}")
         try:
-            array = np.frombuffer(bytearray(data), h.dtype.carrier).reshape(h.shape)
+            array = np.ndarray(h.shape, _NUMPY[h.dtype], bytearray(data))
         except ValueError as error:
             raise _not_here(h, error) from error
         return Carrier(array, h.dtype, True)
@@ -330,7 +335,7 @@ class Exchange:
         lease = Lease(segment, h.byte_offset, h.nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
         steps = None if h.strides is None else tuple(s * h.dtype.itemsize for s in h.strides)
         try:
-            return Carrier(segment.view(h.shape, h.dtype.carrier, steps, lease), h.dtype, lease.owned)
+            return Carrier(segment.view(h.shape, _NUMPY[h.dtype], steps, lease), h.dtype, lease.owned)
         except ValueError as error:
             raise _not_here(h, error) from error
 

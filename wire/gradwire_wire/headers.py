@@ -27,7 +27,7 @@ from typing import Any, Callable, NamedTuple, Union
 from gradwire_wire.dtypes import DType, checked_dtype
 from gradwire_wire.errors import ProtocolError, shown
 
-__all__ = ["IS_COPIED", "READ_ONLY", "Header", "checked_header", "extent", "packed"]
+__all__ = ["IS_COPIED", "READ_ONLY", "Header", "checked_header", "extent", "inline", "packed"]
 
 READ_ONLY, IS_COPIED = 1, 2
 MAX_NDIM = 64
@@ -68,6 +68,11 @@ def extent(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
 def packed(h: Header) -> list[Any]:
     """The header as msgpack packs it."""
     return [h.place, h.byte_offset, h.loan, h.shape, h.strides, h.dtype, h.device, h.flags]
+
+
+def inline(data: bytes, shape: tuple[int, ...], dtype: DType) -> list[Any]:
+    """The header of a small tensor whose bytes travel in it, as msgpack packs it."""
+    return [data, 0, 0, shape, None, dtype, CPU, IS_COPIED]
 
 
 def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int = 0) -> Header:
