@@ -245,6 +245,8 @@ class Desk:
         except BaseException as error:  # whatever user code raises is an answer; the worker lives
             reply = Reply(faults.failed(call_id, error))
             del error
+        if session is not None:
+            self._take_lanes(session)  # the tether was perhaps read on the way, and will not be readable again
         if reply is not None:
             self._send(session, reply, line)
 

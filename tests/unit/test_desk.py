@@ -1,0 +1,433 @@
+"""A desk in a process of its own, and clients that break every rule: it refuses, returns what it was lent, and lives."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradwire_wire import messages, sockets
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.dtypes import dtype_named
+from gradwire_wire.exchange import Exchange, Memory, close_all
+from gradwire_wire.lane import lane_pair
+from gradwire_wire.messages import (
+    Call,
+    Done,
+    Failed,
+    Hello,
+    Load,
+    Refused,
+    Release,
+    Segment,
+    Spec,
+    State,
+    Welcome,
+)
+from gradwire_wire.segments import Ledger
+from gradwire_wire.structures import fill, flatten, positional
+from gradwire_wire.tether import Tether, TetherClosedError, connect_tether
+
+TOKEN, INCARNATION = b"t" * 16, b"i" * 16
+N = 100_000
+
+SERVE = """
+import os, sys
+import numpy as np
+import gradwire_workers.numpy as engine
+from gradwire_workers.desk import Desk
+folder = sys.argv[1]
+sys.path.insert(0, folder)
+desk = Desk(name="w", incarnation=b"i" * 16, token=b"t" * 16, endpoint=f"ipc://{folder}/z", tether_path=f"{folder}/t",
+            engine=engine)
+print("ready", flush=True)
+desk.serve(0, lambda: False)
+"""
+TARGETS = """
+import numpy as np
+kept = []
+def double(x): return x * 2
+def total(*xs): return [float(x.sum(dtype="f8")) for x in xs]
+def keep(x): kept.append(x); return len(kept)
+def sums(): return [float(x.sum(dtype="f8")) for x in kept]
+def identity(x): return x
+def scribble(x): x[...] = -1; return x
+def fail(*xs): raise ValueError("bad 42")
+def text(n): return "x" * n
+def surrogate(): return "\\ud800"
+class Module:
+    def __call__(self, x): return x
+def module(*xs): return Module()
+"""
+
+
+class Client:
+    """Speaks the protocol with its own hands."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, folder: Path, greet: bool = True) -> None:
+        self.folder, self.memory = folder, Memory()
+        self.id = b"c" + os.urandom(15)
+        self.tether = connect_tether(str(folder / "t"), 5)
+        self.dealer = sockets.connect_dealer(f"ipc://{folder}/z", self.id + b"0001", 5000)
+        if greet:
+            self.ours = Ledger()
+            self.tether.send(Hello(1, TOKEN, self.id, os.getpid()), self.ours.descriptors)
+            self.ours.close()
+            answer, descriptors = self.tether.receive(5) or (None, [])
+            assert type(answer) is Welcome and answer.incarnation == INCARNATION
+            self.exchange = Exchange(self.memory, self.tether, Ledger.received(descriptors), self.ours)
+
+    def lend(self, *arrays: np.ndarray) -> tuple[list[Any], list[Any]]:
+        frames: list[Any] = []
+        carriers = [Carrier(a, dtype_named(a.dtype.name)) for a in arrays]  # type: ignore[arg-type]
+        return self.exchange.lend(carriers, frames), frames
+
+    def ask(self, message: Any, frames: Any = ()) -> tuple[Any, list[Any]]:
+        """The answer and its tensors."""
+        sockets.send_nowait(self.dealer, [messages.pack(message), *frames])
+        reply, *rest = sockets.receive(self.dealer)
+        answer = messages.unpack(reply)
+        if type(answer) is Failed:
+            return answer, []
+        return answer, [c and c.array for c in self.exchange.borrow_all(answer.headers, rest)]
+
+    def load(self, name: str, kind: str = "function", *arrays: np.ndarray) -> int:
+        headers, frames = self.lend(*arrays)
+        answer, _ = self.ask(
+            Load(next(self.numbers), kind, f"gwt_targets:{name}", positional(len(arrays)), headers), frames
+        )
+        assert type(answer) is Done, answer
+        return fill(answer.structure, [])["remote"]
+
+    def call(self, remote: int, *arrays: np.ndarray, **changes: Any) -> tuple[Any, list[Any]]:
+        headers, frames = self.lend(*arrays)
+        plain = Call(
+            next(self.numbers), remote, positional(len(arrays)), [], 0, 0, 0, None, 0, None, headers, [], []
+        )
+        return self.ask(plain._replace(**changes), frames)
+
+    def loans(self) -> int:
+        gc.collect(0)
+        with self.memory.lock:
+            self.exchange.settle()
+        return len(self.exchange.loans)
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.tether.close()
+        if hasattr(self, "exchange"):
+            self.exchange.end()
+        self.memory.close()
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Where a desk listens. Its process must still be there at the end."""
+    path = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))
+    (path / "gwt_targets.py").write_text(TARGETS)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", SERVE, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin and process.stdout and process.stdout.readline() == b"ready\n"
+    yield path
+    assert process.poll() is None, "the worker died"
+    process.stdin.close()
+    assert process.wait(10) == 0
+    process.stdout.close()
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[Client]:
+    made = Client(folder)
+    yield made
+    remote = made.load("double")
+    assert made.call(remote, full(1))[1][0].sum() == 2 * N, "it is still usable"
+    assert made.loans() <= 1
+    made.close()
+
+
+def full(value: float, count: int = N) -> np.ndarray:
+    return np.full(count, value, "f4")
+
+
+# ---- Greetings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hello", "kind", "words"),
+    [
+        (Hello(2, TOKEN, b"c" * 16, 1), "VersionMismatchError", "same gradwire"),
+        (Hello(1, b"wrong", b"c" * 16, 1), "ProtocolError", "token"),
+        (Hello(1, b"", b"c" * 16, 1), "ProtocolError", "token"),
+        (Hello(1, TOKEN, b"short", 1), "ProtocolError", "16 bytes"),
+        (Segment(1, 4096), "ProtocolError", "Hello first"),
+        (messages.NewLane(), "ProtocolError", "Hello first"),
+    ],
+)
+def test_R57_a_wrong_greeting_is_refused_and_closed(
+    hello: Any, kind: str, words: str, folder: Path, client: Client
+) -> None:
+    stranger = Client(folder, greet=False)
+    ledger = Ledger()
+    stranger.tether.send(hello, ledger.descriptors)
+    answer, _ = stranger.tether.receive(5) or (None, [])
+    assert type(answer) is Refused and answer.kind == kind and words in answer.message
+    with pytest.raises(TetherClosedError):
+        stranger.tether.receive(5)
+    stranger.close()
+
+
+def test_R57_two_clients_of_one_id(folder: Path, client: Client) -> None:
+    stranger, ledger = Client(folder, greet=False), Ledger()
+    stranger.tether.send(Hello(1, TOKEN, client.id, 1), ledger.descriptors)
+    assert type((stranger.tether.receive(5) or (None,))[0]) is Refused
+    stranger.close()
+
+
+@pytest.mark.parametrize("nbytes", [4096, 65536])
+def test_R57_a_ledger_that_is_none(nbytes: int, folder: Path, client: Client) -> None:
+    fd = os.memfd_create("gradwire-test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    stranger = Client(folder, greet=False)
+    stranger.tether.send(Hello(1, TOKEN, stranger.id, 1), [fd])
+    assert type((stranger.tether.receive(5) or (None,))[0]) is Refused
+    close_all([fd])
+    stranger.close()
+
+
+def test_a_client_that_cannot_share_memory_gets_frames(folder: Path) -> None:
+    stranger = Client(folder, greet=False)
+    stranger.tether.send(Hello(1, TOKEN, stranger.id, 1))
+    _, descriptors = stranger.tether.receive(5) or (None, [])
+    stranger.memory.is_shared = False
+    stranger.exchange = Exchange(
+        stranger.memory, stranger.tether, Ledger.received(descriptors), Ledger.received([])
+    )
+    answer, results = stranger.call(stranger.load("double"), full(3))
+    assert type(answer) is Done and answer.headers[0][0] == [0] and (results[0] == 6).all()
+    stranger.close()
+
+
+def test_R57_random_packets_to_the_tether(folder: Path, client: Client) -> None:
+    chance = random.Random(0)
+    for _ in range(30):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(str(folder / "t"))
+        sock.send(chance.randbytes(chance.randint(1, 200)))
+        sock.close()
+
+
+# ---- Messages --------------------------------------------------------------------------------------------------------------
+
+
+def test_R57_random_frames_are_answered_or_dropped(client: Client) -> None:
+    chance = random.Random(1)
+    for _ in range(200):
+        frames = [chance.randbytes(chance.randint(0, 100)) for _ in range(chance.randint(1, 3))]
+        sockets.send_nowait(client.dealer, frames)
+        answer = messages.unpack(sockets.receive(client.dealer)[0])
+        assert type(answer) is Failed and answer.kind == "ProtocolError" and answer.call_id == 0
+
+
+def test_R57_a_stranger_without_a_greeting_is_refused(folder: Path, client: Client) -> None:
+    dealer = sockets.connect_dealer(f"ipc://{folder}/z", b"c" + os.urandom(19), 5000)
+    sockets.send_nowait(dealer, [messages.pack(Load(1, "function", "os:system", positional(0), []))])
+    answer = messages.unpack(sockets.receive(dealer)[0])
+    assert answer.kind == "ProtocolError" and "Hello" in answer.message
+    dealer.close()
+
+
+@pytest.mark.parametrize(
+    "message", [Done(1, b"", [], 0, 0), Welcome(1, b"", 1, True), Segment(1, 1), messages.Collect()]
+)
+def test_R57_what_a_worker_is_not_told(message: Any, client: Client) -> None:
+    answer, _ = client.ask(message)
+    assert answer.kind == "ProtocolError" and type(message).__name__ in answer.message
+
+
+def test_whatever_goes_wrong_every_tensor_is_returned(client: Client) -> None:
+    """Or a program that catches an error in a loop would lose a slot each time."""
+    double, module = client.load("double"), client.load("module", "module", full(1), full(2))
+    assert client.loans() == 0
+    xs = (full(1), full(2), full(3))
+    faults = [
+        (client.call(9999, *xs), "ProtocolError"),
+        (client.call(double, *xs, training=True), "UsageError"),
+        (client.call(double, *xs, chain=[INCARNATION]), "UsageError"),
+        (client.call(double, *xs, word=[["X"]]), "ProtocolError"),
+        (client.call(double, *xs, structure=b"\xc1"), "ProtocolError"),
+        (client.call(double, *xs, structure=positional(2)), "ProtocolError"),
+        (client.call(double, *xs), "RemoteError"),  # too many arguments
+        (client.call(client.load("fail"), *xs), "RemoteError"),
+        (client.call(double, *xs, token=7, token_ops=0, word=[["T", [0], 1]]), "UsageError"),
+        (client.call(double, *xs, keep=1), None),
+        (client.call(module, *xs), "RemoteError"),
+    ]
+    for i, ((answer, _), kind) in enumerate(faults):
+        assert kind is None or (type(answer) is Failed and answer.kind == kind), (i, answer)
+    for make in (
+        lambda h: State(next(client.numbers), module, "no_such_verb", positional(3), h),
+        lambda h: State(next(client.numbers), 9999, "train", positional(3), h),
+        lambda h: Load(next(client.numbers), "function", "gwt_targets:no_such", positional(3), h),
+        lambda h: Load(next(client.numbers), "function", "no target", b"\xc1", h),
+        lambda h: Load(next(client.numbers), "module", "gwt_targets:fail", positional(3), [*h[:2], None]),
+    ):
+        answer, _ = client.ask(make(client.lend(*xs)[0]))
+        assert type(answer) is Failed, answer
+    headers, _ = client.lend(*xs)
+    headers[0] = [*headers[0][:3], (2**40,), *headers[0][4:]]
+    bad = Call(next(client.numbers), double, positional(3), [], 0, 0, 0, None, 0, None, headers, [], [])
+    assert client.ask(bad)[0].kind == "ProtocolError"
+    assert client.loans() == 2, "only those of the refused header and of the one that was left out may be lost"
+    with client.memory.lock:
+        client.exchange.loans._lent.clear()
+
+
+@pytest.mark.parametrize(
+    "avals", [[7], [[[1], [2, 32]]], [[[-1], [2, 32, 1]]], [[[1], [2, 33, 1]]], [[None, None]]]
+)
+def test_R57_what_is_no_abstract_value(avals: list[Any], client: Client) -> None:
+    answer, _ = client.ask(Spec(next(client.numbers), client.load("double"), positional(1), None, 0, avals))
+    assert answer.kind == "ProtocolError"
+
+
+def test_an_answer_too_long_to_be_read_is_an_error(client: Client) -> None:
+    text = client.load("text")
+    structure = flatten([[messages.MAX_MESSAGE + 1], {}], callable)[0]
+    answer, _ = client.call(text, structure=structure)
+    assert type(answer) is Failed and answer.kind == "UsageError"
+    answer, _ = client.call(client.load("surrogate"))
+    assert type(answer) is Failed
+
+
+def test_tokens_of_others_and_of_nobody_are_let_be(client: Client) -> None:
+    sockets.send_nowait(client.dealer, [messages.pack(Release([1, 2, 2**40]))])
+    assert type(client.call(client.load("double"), full(1), released=[5, 6])[0]) is Done
+
+
+# ---- Memory ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_R16_kept_scribbled_and_passed_back(client: Client) -> None:
+    keep, sums, identity, scribble = map(client.load, ("keep", "sums", "identity", "scribble"))
+    x = full(3)
+    buffer = client.memory.empty(N, "f4")
+    buffer[...] = 5
+    client.call(keep, x)
+    for value in range(20):
+        _, (y,) = client.call(identity, full(value))
+        _, (z,) = client.call(scribble, buffer)
+        assert (y == value).all() and (z == -1).all() and (buffer == 5).all()
+    _, (w,) = client.call(identity, buffer)
+    buffer[...] = 6
+    assert (w == 5).all(), "a result is not its argument"
+    answer, _ = client.call(sums, structure=positional(0))
+    assert fill(answer.structure, []) == [3.0 * N]
+    del y, z, w
+    client.call(sums, structure=positional(0))
+    assert client.loans() == 1  # x is kept in the worker for good
+
+
+def test_a_dead_client_leaves_nothing(folder: Path, client: Client) -> None:
+    for _ in range(3):
+        other = Client(folder)
+        _, results = other.call(other.load("double"), full(1))
+        assert (results[0] == 2).all()
+        other.close()  # without a word, with a view of the result
+        _, mine = client.call(client.load("double"), full(4))
+        assert (mine[0] == 8).all()
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(folder: Path, client: Client) -> None:
+    deaf = Client(folder)
+    double, x = deaf.load("double"), full(1, 900)
+    headers, _ = deaf.lend(x)
+    for _ in range(3000):
+        call = Call(next(deaf.numbers), double, positional(1), [], 0, 0, 0, None, 0, None, headers, [], [])
+        try:
+            sockets.send_nowait(deaf.dealer, [messages.pack(call)])
+        except sockets.Unreachable:
+            break
+    start = time.monotonic()
+    assert (client.call(client.load("double"), full(4))[1][0] == 8).all()
+    assert time.monotonic() - start < 5
+    deaf.close()
+
+
+# ---- Lanes ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lane_that_came_while_a_header_was_read_is_served(client: Client) -> None:
+    """The worker reads its tether when it meets an unknown segment; what else lay there must not be forgotten."""
+    double = client.load("double")
+    for round in range(30):
+        lane, theirs = lane_pair(2000)
+        client.memory.arena._chunk = None  # so that the call needs a new segment
+        client.memory.arena._free.clear()
+        headers, _ = client.lend(full(round, 2000))
+        call = Call(next(client.numbers), double, positional(1), [], 0, 0, 0, None, 0, None, headers, [], [])
+        sockets.send_nowait(client.dealer, [messages.pack(call)])
+        assert client.exchange.pass_lane(theirs.fileno())
+        theirs.close()
+        by_lane = call._replace(call_id=next(client.numbers), headers=client.lend(full(1, 10))[0])
+        lane.send_nowait([messages.pack(by_lane)])
+        assert messages.unpack(lane.receive()[0]).call_id == by_lane.call_id
+        answer = messages.unpack(sockets.receive(client.dealer)[0])
+        client.exchange.borrow_all(answer.headers, [])
+        lane.close()
+
+
+def test_R57_random_packets_on_a_lane(client: Client) -> None:
+    chance = random.Random(2)
+    lane, theirs = lane_pair(2000)
+    assert client.exchange.pass_lane(theirs.fileno())
+    theirs.close()
+    for _ in range(50):
+        lane.send_nowait([chance.randbytes(chance.randint(1, 100))])
+        answer = messages.unpack(lane.receive()[0])
+        assert type(answer) is Failed and answer.kind == "ProtocolError"
+    lane.send_nowait([bytes(70_000)])
+    with pytest.raises((sockets.Unreachable, sockets.Again)):
+        lane.receive()
+    lane.close()
+
+
+def test_what_is_no_lane_is_closed_and_the_session_goes_on(client: Client) -> None:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    assert client.exchange.pass_lane(fd)
+    os.close(fd)
+
+
+def test_the_tether_of_one_client_is_not_anothers(folder: Path, client: Client) -> None:
+    other = Client(folder)
+    double = client.load("double")
+    headers, _ = client.lend(full(7))  # a segment that only client has announced
+    call = Call(next(other.numbers), double, positional(1), [], 0, 0, 0, None, 0, None, headers, [], [])
+    assert other.ask(call)[0].kind == "ProtocolError"
+    client.exchange.take_back(headers)
+    other.close()
+
+
+def test_a_tether_that_says_nonsense_ends_its_session_alone(folder: Path, client: Client) -> None:
+    other = Client(folder)
+    assert isinstance(other.tether, Tether)
+    other.tether.send(Welcome(1, b"", 1, True))
+    with pytest.raises(TetherClosedError):
+        other.tether.receive(5)
+    other.close()
