@@ -24,6 +24,8 @@ from gradwire_wire.messages import (
     Failed,
     Hello,
     Load,
+    Long,
+    NewLane,
     Refused,
     Release,
     Segment,
@@ -56,10 +58,12 @@ EXAMPLES: dict[str, Any] = {
     "done": Done(2, TREE, HEADERS, 4711, 123456789),
     "failed": Failed(2, "RemoteError", "ValueError", "bad 42 é", "Traceback …"),
     "hello": Hello(1, b"token", ID, 1234),
-    "welcome": Welcome(1, ID, 1235),
+    "welcome": Welcome(1, ID, 1235, True),
     "refused": Refused("VersionMismatchError", "use the same gradwire"),
     "segment": Segment(7, 1 << 20),
     "collect": Collect(),
+    "new lane": NewLane(),
+    "long": Long(2, HEADERS[:1]),
 }
 
 
@@ -104,6 +108,7 @@ WRONG: dict[str, list[Any]] = {
     "binary": [None, "a", 1, [b"a"]],
     "array": [None, {}, "a", b"a", 1],
     "naturals": [None, [-1], [True], ["a"], [[1]], b"\1"],
+    "bool": [None, 0, 1, "True", []],
     "optional bool": [0, 1, "True", []],
     "optional natural": [-1, True, 1.0, "1"],
     "token": [-1, None, True, [1], [[1]], [[1, 2, 3]], [[1, -1]], [[True, 0]], [{}], "1"],
@@ -117,14 +122,16 @@ FIELDS: dict[str, str] = {
     **dict.fromkeys(("kind", "target", "verb", "type_name", "message", "traceback"), "text"),
     **dict.fromkeys(("structure", "client_id", "incarnation"), "binary"),
     **dict.fromkeys(("headers", "avals", "word"), "array"),
+    "lanes": "bool",
     "released": "naturals",
     "training": "optional bool",
     "seed": "optional natural",
     "token": "token",
     "chain": "binaries",
 }
+OTHERWISE = {(Hello, "token"): "binary", (Done, "token"): "natural"}
 CASES = [
-    (name, i, "binary" if type(message) is Hello and field == "token" else FIELDS[field])
+    (name, i, OTHERWISE.get((type(message), field), FIELDS[field]))
     for name, message in EXAMPLES.items()
     for i, field in enumerate(message._fields, 1)
 ]
@@ -211,6 +218,7 @@ BY_KIND: dict[str, st.SearchStrategy] = {
         st.one_of(NATURALS, st.none(), st.binary(max_size=3), st.lists(st.booleans())), max_size=4
     ),
     "naturals": st.lists(NATURALS, max_size=4),
+    "bool": st.booleans(),
     "optional bool": st.one_of(st.none(), st.booleans()),
     "optional natural": st.one_of(st.none(), NATURALS),
     "token": st.one_of(NATURALS, st.lists(st.lists(NATURALS, min_size=2, max_size=2), max_size=3)),

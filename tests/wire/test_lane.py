@@ -1,0 +1,140 @@
+"""Lanes: whole packets or nothing, ends that are news, and what a peer may pass that is no lane."""
+
+from __future__ import annotations
+
+import array
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair, received_lane
+from gradwire_wire.sockets import Again, Unreachable
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Lane, Lane]]:
+    ours, theirs = lane_pair(50)
+    other = received_lane(theirs.detach())
+    assert other is not None
+    yield ours, other
+    ours.close()
+    other.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, MAX_PACKET - 1, MAX_PACKET])
+def test_there_and_back(nbytes: int, ends: tuple[Lane, Lane]) -> None:
+    client, worker = ends
+    frame = os.urandom(nbytes)
+    client.send_nowait([frame])
+    assert worker.receive_nowait() == [frame] and worker.receive_nowait() is None
+    worker.send_nowait([frame])
+    assert client.receive() == [frame]
+
+
+def test_what_was_received_is_not_changed_by_the_next(ends: tuple[Lane, Lane]) -> None:
+    client, worker = ends
+    for frame in (b"one", b"two", b"three"):
+        client.send_nowait([frame])
+    received = [worker.receive_nowait() for _ in range(3)]
+    assert received == [[b"one"], [b"two"], [b"three"]]
+
+
+def test_waiting_has_an_end(ends: tuple[Lane, Lane]) -> None:
+    start = time.monotonic()
+    with pytest.raises(Again):
+        ends[0].receive()
+    assert 0.02 < time.monotonic() - start < 5
+
+
+def test_waiting_is_interrupted_by_signals(ends: tuple[Lane, Lane]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    ours, theirs = lane_pair(20_000)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            ours.receive()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        ours.close()
+        theirs.close()
+
+
+def test_waiting_lets_other_threads_run(ends: tuple[Lane, Lane]) -> None:
+    client, worker = ends
+    late = threading.Timer(0.01, worker.send_nowait, [[b"late"]])
+    late.start()
+    assert client.receive() == [b"late"]
+    late.join()
+
+
+def test_the_end_is_news_and_comes_after_what_was_said(ends: tuple[Lane, Lane]) -> None:
+    client, worker = ends
+    worker.send_nowait([b"last words"])
+    worker.close()
+    assert client.receive() == [b"last words"]
+    for _ in range(2):
+        with pytest.raises(Unreachable):
+            client.receive()
+    with pytest.raises(Unreachable):
+        client.receive_nowait()
+    with pytest.raises(Unreachable):
+        client.send_nowait([b"hello"])
+    worker.close()
+
+
+def test_a_closed_end_says_so(ends: tuple[Lane, Lane]) -> None:
+    ends[0].close()
+    for act in (lambda: ends[0].send_nowait([b"x"]), ends[0].receive, ends[0].receive_nowait):
+        with pytest.raises(Unreachable):
+            act()
+
+
+def test_a_peer_that_does_not_read_blocks_nobody(ends: tuple[Lane, Lane]) -> None:
+    with pytest.raises(Unreachable):
+        for _ in range(10_000):
+            ends[0].send_nowait([bytes(1000)])
+
+
+def test_R57_too_long_a_packet_ends_the_lane(ends: tuple[Lane, Lane]) -> None:
+    client, worker = ends
+    client.send_nowait([bytes(MAX_PACKET + 1)])
+    with pytest.raises(Unreachable, match="too long"):
+        worker.receive_nowait()
+
+
+def test_R57_descriptors_on_a_lane_go_nowhere(footprint: Callable[[], tuple[int, int]]) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lane = Lane(other)
+    before = footprint()
+    fd = os.memfd_create("gradwire-test")
+    one.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+    os.close(fd)
+    assert lane.receive_nowait() == [b"x"] and footprint() == before
+    one.close()
+    lane.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: os.open("/dev/null", os.O_RDONLY),
+        lambda: os.memfd_create("gradwire-test"),
+        lambda: socket.socket(socket.AF_INET).detach(),
+        lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).detach(),
+        lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach(),
+    ],
+)
+def test_R57_what_is_no_lane_is_closed(
+    make: Callable[[], int], footprint: Callable[[], tuple[int, int]]
+) -> None:
+    before = footprint()
+    assert received_lane(make()) is None
+    assert footprint() == before

@@ -1,0 +1,239 @@
+"""docs/protocol.md says what the code does: its tables are read and held against it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from gradwire_wire import (
+    control,
+    dtypes,
+    errors,
+    exchange,
+    headers,
+    lane,
+    messages,
+    structures,
+    tether,
+    words,
+)
+from gradwire_wire.errors import ProtocolError
+from gradwire_wire.headers import Header
+from gradwire_wire.segments import Ledger
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
+
+
+def rows(text: str, first: str) -> list[list[str]]:
+    """The rows of the first table whose head begins with that cell."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith(f"| {first} |"):
+            next(lines)
+            break
+    else:
+        raise AssertionError(f"there is no table of {first!r}")
+    found = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+    return found
+
+
+def sections(prefix: str) -> dict[str, tuple[int, list[list[str]]]]:
+    """Name → kind and field rows of every message the page describes."""
+    parts = re.split(r"^(#{2,4} .*)$", PAGE, flags=re.M)
+    found = {}
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        match = re.fullmatch(rf"#### {prefix}(\w+) \((\d+)\)", title)
+        if match:
+            found[match[1]] = (int(match[2]), rows(body, "field"))
+    return found
+
+
+CALLS, CONTROL = sections(""), sections("control ")
+
+
+def test_the_page_can_be_read() -> None:
+    assert len(CALLS) >= 12 and len(CONTROL) >= 14
+    with pytest.raises(AssertionError):
+        rows(PAGE, "no such table")
+
+
+@pytest.mark.parametrize(("described", "module"), [(CALLS, messages), (CONTROL, control)])
+def test_every_kind_of_message_and_its_fields(described: dict[str, Any], module: Any) -> None:
+    assert {name: kind for name, (kind, _) in described.items()} == {
+        cls.__name__: kind for kind, cls in module.KINDS.items()
+    }
+    for cls in module.KINDS.values():
+        names = [name for name, *_ in described[cls.__name__][1]]
+        assert names == list(cls._fields), cls.__name__
+
+
+# ---- Types: the page's word for a type accepts exactly what the code accepts ---------------------------------------------
+
+
+def is_natural(x: Any) -> bool:
+    return type(x) is int and x >= 0
+
+
+def arrays(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is list and all(map(item, x))
+
+
+def maps(key: type, value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is dict and all(type(k) is key and value(v) for k, v in x.items())
+
+
+def optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: x is None or check(x)
+
+
+def of(kind: type) -> Callable[[Any], bool]:
+    return lambda x: type(x) is kind
+
+
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "natural": is_natural,
+    "naturals": arrays(is_natural),
+    "text": of(str),
+    "binary": of(bytes),
+    "binaries": arrays(of(bytes)),
+    "array": of(list),
+    "bool": of(bool),
+    "bool?": optional(of(bool)),
+    "natural?": optional(is_natural),
+    "token": lambda x: is_natural(x) or arrays(lambda r: arrays(is_natural)(r) and len(r) == 2)(x),
+    "number": lambda x: type(x) in (int, float) and math.isfinite(x) and x >= 0,
+    "text?": optional(of(str)),
+    "texts": arrays(of(str)),
+    "map": maps(str, lambda _: True),
+    "text?s by text": maps(str, optional(of(str))),
+    "binary by binary?": optional(maps(bytes, of(bytes))),
+}
+BATTERY: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2**63, 2**64 - 1, 0.0, 1.5, -1.5, math.nan, math.inf),
+    *("", "a", b"", b"a", [], [0], [-1], [True], [None], ["a"], ["a", 1], [b"a"], [b"a", "a"], [1.5], [[]]),
+    *([[1, 2]], [[1, 2], [3]], [[1, -2]], [1, [1, 2]], {}, {"a": "b"}, {"a": None}, {"a": 1}, {"a": [1]}),
+    *({b"a": b"b"}, {b"a": None}, {b"a": "b"}, {"a": b"b"}),
+]
+
+
+def test_the_types_are_those_of_the_page() -> None:
+    assert [name for name, _ in rows(PAGE, "type")] == list(TYPES)
+
+
+FIELDS = [
+    (module, name, at, field, kind)
+    for module, described in ((messages, CALLS), (control, CONTROL))
+    for name, (_, fields) in described.items()
+    for at, (field, kind, _) in enumerate(fields)
+]
+
+
+@pytest.mark.parametrize(("module", "name", "at", "field", "kind"), FIELDS)
+def test_every_fields_type(module: Any, name: str, at: int, field: str, kind: str) -> None:
+    code, fields = (CALLS if module is messages else CONTROL)[name]
+    good = [next(x for x in BATTERY if TYPES[k](x)) for _, k, _ in fields]
+    for value in BATTERY:
+        raw = msgpack.packb([code, *good[:at], value, *good[at + 1 :]])
+        try:
+            module.unpack(raw)
+            accepted = True
+        except ProtocolError:
+            accepted = False
+        assert accepted == TYPES[kind](value), f"{name}.{field} = {value!r}: the page says {kind}"
+
+
+# ---- Limits, flags, codes -------------------------------------------------------------------------------------------------
+
+
+def test_limits() -> None:
+    assert {name: int(value) for name, value in rows(PAGE, "limit")} == {
+        "bytes of a call message's first frame": messages.MAX_MESSAGE,
+        "bytes of any frame (a longer one ends the connection)": messages.MAX_FRAME,
+        "bytes of a lane's packet": lane.MAX_PACKET,
+        "bytes of a control message": control.MAX_MESSAGE,
+        "bytes of a tether packet": tether.MAX_PACKET,
+        "descriptors in a tether packet": tether.MAX_DESCRIPTORS,
+        "bytes of a structure": structures.MAX_BYTES,
+        "levels of a structure": structures.MAX_DEPTH,
+        "dimensions of a tensor": headers.MAX_NDIM,
+        "bytes of a tensor, and of its elements counted one by one": headers.MAX_NBYTES,
+        "operations of a word": words.MAX_WORD,
+        "bytes of a ledger": Ledger.ENTRIES,
+        "loans of a ledger": Ledger.LOANS - 1,
+        "cancelled calls of a ledger": Ledger.CANCELLED,
+    }
+    assert f"A tensor of {exchange.INLINE_BYTES} bytes or less" in PAGE
+    assert Ledger.LOANS == 65024
+
+
+def test_flags() -> None:
+    calls, tensors = (rows(part, "flag") for part in (PAGE, PAGE[PAGE.index("## 8.") :]))
+    assert {name: int(value) for name, value, _ in calls} == {
+        name: getattr(messages, name) for name in ("ACCUMULATE", "ANCHORED", "EAGER", "TRACED")
+    }
+    assert {name: int(value) for name, value, _ in tensors} == {
+        name: getattr(headers, name) for name in ("READ_ONLY", "IS_COPIED")
+    }
+
+
+def test_dtypes() -> None:
+    described = {
+        name: (int(code), int(bits))
+        for names, code, several in rows(PAGE, "dtype | code")
+        for name, bits in zip(names.split(", "), several.split(", "), strict=True)
+    }
+    assert described == {name: (dtype.code, dtype.bits) for name, dtype in dtypes.BY_NAME.items()}
+
+
+def test_extension_codes() -> None:
+    assert {name: int(code) for code, name, _ in rows(PAGE, "code")} == {
+        name: getattr(structures, constant)
+        for name, constant in [
+            *(
+                (n, n.upper())
+                for n in ("leaf", "tuple", "complex", "integer", "scalar", "namedtuple", "dataclass")
+            ),
+            ("OrderedDict", "ORDEREDDICT"),
+        ]
+    }
+
+
+def test_header_fields() -> None:
+    described = [name for name, _ in rows(PAGE[PAGE.index("## 8.") :], "field")]
+    assert described == list(Header._fields)
+    assert f"`[{', '.join(described)}]`" in PAGE
+
+
+def test_words() -> None:
+    forms = [form for form, *_ in rows(PAGE, "operation")]
+    assert forms == ['["J", wrt]', '["T", wrt, m]', '["V", axes]']
+    assert words.checked_word([["J", [0]], ["T", [0], 1], ["V", [True] * 3]], 3)
+
+
+def test_errors() -> None:
+    described = {name for names, _ in rows(PAGE, "class") for name in names.split(", ")}
+    assert described | {"GradwireError"} == {name for name in errors.__all__ if name.endswith("Error")}
+
+
+def test_verbs() -> None:
+    from gradwire_workers.state import State
+
+    (line,) = re.findall(r"^Verbs: (.*)\.$", PAGE, flags=re.M)
+    assert re.findall(r"`(\w+)`", line) == list(State(None)._verbs)
+
+
+def test_the_version_is_in_the_title_and_has_golden_bytes() -> None:
+    assert PAGE.startswith(f"# The gradwire protocol, version {messages.PROTOCOL}\n")
+    assert control.PROTOCOL == messages.PROTOCOL
+    for path in re.findall(r"`(tests/wire/[\w/.-]+)`", PAGE):
+        assert (Path(__file__).resolve().parents[2] / path).exists(), path
