@@ -18,6 +18,7 @@ __all__ = [
     "FAMILIES",
     "Face",
     "barrier",
+    "compiling_face",
     "face_named",
     "family_of",
     "family_of_call",
@@ -100,6 +101,13 @@ def family_of_call(leaves: Sequence[Any], structure: bytes, chosen: str | None) 
             f"{leaf_paths(structure)[place]} is of {family}, but options(family={chosen!r}) was given"
         )
     return chosen or family
+
+
+def compiling_face() -> Any:
+    """The face whose compiler traces this program's Python right now (torch.compile), or None."""
+    torch = sys.modules.get("torch")
+    asked = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", None)
+    return face_named("torch") if asked is not None and asked() else None
 
 
 def barrier() -> None:

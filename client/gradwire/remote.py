@@ -7,14 +7,23 @@ family's face make the call a node of its own autodiff. All ways lead to `Handle
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from gradwire import pullback
 from gradwire.background import Background
-from gradwire.families import FAMILIES, barrier, face_named, family_of, family_of_call, is_leaf, tensors_named
+from gradwire.families import (
+    FAMILIES,
+    barrier,
+    compiling_face,
+    face_named,
+    family_of,
+    family_of_call,
+    is_leaf,
+    tensors_named,
+)
 from gradwire.handle import Handle
 from gradwire.pullback import Pullback
 from gradwire.site import Site, SpecResult
@@ -84,11 +93,21 @@ class Remote:
         Results belong to the caller and are writable; they stay valid whatever happens to the worker.
         Raises RemoteError (also as the builtin type) for what the remote code raises.
         """
+        compiling = compiling_face()
+        if compiling is not None:
+            return compiling.traced(self, args, kwargs)
         structure, leaves = self._flatten(args, kwargs)
         face = face_named(family_of_call(leaves, structure, self._options.family))
         return face.call(
             self.handle, self._plain_site(structure, self.handle.is_module and face.ACCUMULATES), leaves
         )
+
+    autograph_info__ = None  # TensorFlow's AutoGraph calls what says so as it is, instead of rewriting it
+
+    def described(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Handle, Site]:
+        """For a compiler that traces the call: what is called, and everything fixed about the call."""
+        structure, _ = self._flatten(tuple(args), kwargs)
+        return self.handle, self._plain_site(structure, self.handle.is_module)
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
         """Results and pullback, for any caller (see `Pullback`).

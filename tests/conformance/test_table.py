@@ -56,7 +56,7 @@ class InProcess:
             "torch": TorchCaller,
             "numpy": NumpyCaller,
             "jax": lambda: JaxCaller(True),
-            "tensorflow": lambda: TensorflowCaller(True),
+            "tensorflow": lambda: TensorflowCaller(False),
         }
         self.caller = oracles[worker]()
 
