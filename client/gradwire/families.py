@@ -107,7 +107,11 @@ def compiling_face() -> Any:
     """The face whose compiler traces this program's Python right now (torch.compile), or None."""
     torch = sys.modules.get("torch")
     asked = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", None)
-    return face_named("torch") if asked is not None and asked() else None
+    if asked is None or not asked():
+        return None
+    import gradwire.torch  # a statement: it is what the compiler can follow
+
+    return gradwire.torch
 
 
 def barrier() -> None:
