@@ -31,7 +31,7 @@ from gradwire_wire.arena import Arena, Slot
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ClosedError, MemoryExhaustedError, ProtocolError, UnsupportedTensorError
-from gradwire_wire.headers import IS_COPIED, Header, checked_header, inline, packed
+from gradwire_wire.headers import IS_COPIED, Header, checked_header, inline, packed, small_layout
 from gradwire_wire.leases import Loans
 from gradwire_wire.segments import (
     ForeignSegment,
@@ -311,12 +311,19 @@ class Exchange:
         Always writable: what is written stays in this process. ProtocolError where the header is wrong,
         MemoryExhaustedError where this process has no room to see it.
         """
+        small = small_layout(raw)
+        if small is not None:
+            shape, dtype = small
+            try:
+                return Carrier(np.ndarray(shape, _NUMPY[dtype], bytearray(raw[0])), dtype, True)
+            except ValueError:
+                pass  # more dimensions than this numpy has: told below
         h = checked_header(raw, self._nbytes_of, len(frames))
         place = h.place
         if type(place) is int:
             return self._leased(h, place)
         data = place if type(place) is bytes else frames[place[0]]  # type: ignore[index]
-        if data is not place and len(data) != h.nbytes:
+        if len(data) != h.nbytes:
             raise ProtocolError(f"{len(data)} bytes in a frame whose header describes {h.nbytes}")
         try:
             array = np.ndarray(h.shape, _NUMPY[h.dtype], bytearray(data))

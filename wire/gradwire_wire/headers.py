@@ -27,7 +27,7 @@ from typing import Any, Callable, NamedTuple, Union
 from gradwire_wire.dtypes import DType, checked_dtype
 from gradwire_wire.errors import ProtocolError, shown
 
-__all__ = ["IS_COPIED", "READ_ONLY", "Header", "checked_header", "extent", "inline", "packed"]
+__all__ = ["IS_COPIED", "READ_ONLY", "Header", "checked_header", "extent", "inline", "packed", "small_layout"]
 
 READ_ONLY, IS_COPIED = 1, 2
 MAX_NDIM = 64
@@ -85,10 +85,6 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
     if type(raw) is not list or len(raw) != 8:
         raise ProtocolError("a tensor header must be an array of 8")
     place, byte_offset, loan, shape, strides, dtype, device, flags = raw
-    if type(place) is bytes:
-        small = _inline(raw)
-        if small is not None:
-            return small
     h = Header(
         _frame_of(place, frames) if type(place) is list else place,
         _natural(byte_offset, "byte offset"),
@@ -115,12 +111,17 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
     return h
 
 
-def _inline(raw: list[Any]) -> Header | None:
-    """The header of a small tensor as every sender writes it; None for anything else, to be told why."""
-    place, _, _, shape, _, dtype, _, flags = raw
-    if type(shape) is not list or len(shape) > MAX_NDIM or type(dtype) is not list or len(dtype) != 3:
+def small_layout(raw: Any) -> tuple[tuple[int, ...], DType] | None:
+    """Shape and dtype of a small tensor as `inline` writes it; None for anything else: `checked_header` tells why.
+
+    Checked as thoroughly; it only makes less of it, since small tensors are what calls wait for.
+    """
+    if type(raw) is not list or len(raw) != 8:
         return None
-    if raw[1:3] != [0, 0] or raw[4] is not None or raw[6] != _CPU_LIST or flags != IS_COPIED:
+    place, byte_offset, loan, shape, strides, dtype, device, flags = raw
+    if type(place) is not bytes or type(shape) is not list or type(dtype) is not list or strides is not None:
+        return None
+    if len(dtype) != 3 or device != _CPU_LIST or flags != IS_COPIED or byte_offset or loan:
         return None
     nbytes = 1
     for n in shape:
@@ -128,9 +129,11 @@ def _inline(raw: list[Any]) -> Header | None:
             return None
         nbytes *= n
     known = checked_dtype(*dtype)
-    if nbytes * known.itemsize != len(place) or bool in map(type, (raw[1], raw[2], *raw[6])):
+    if nbytes * (known.bits // 8) != len(place) or len(shape) > MAX_NDIM:
         return None
-    return Header(place, 0, 0, tuple(shape), None, known)
+    if type(byte_offset) is not int or type(loan) is not int or bool in map(type, device):
+        return None
+    return tuple(shape), known
 
 
 _CPU_LIST = list(CPU)
