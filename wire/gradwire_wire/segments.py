@@ -70,7 +70,16 @@ MAP_NORESERVE = 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munlock.argtypes = _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _madvise = _libc.madvise
 _getpid = os.getpid
@@ -140,6 +149,23 @@ class _Descriptor:
         self.close()
 
 
+class _Mapping:
+    """Addresses of a memory file, unmapped with this object. (`mmap.mmap` would keep a second descriptor.)"""
+
+    __slots__ = ("address", "nbytes")
+
+    def __init__(self, fd: int, nbytes: int, flags: int) -> None:
+        """OSError where there are not so many addresses."""
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.address, self.nbytes = address, nbytes
+
+    def __del__(self, munmap: Any = _libc.munmap) -> None:
+        if hasattr(self, "address"):
+            munmap(self.address, self.nbytes)
+
+
 class OwnSegment(_Descriptor):
     """Memory of ours that others may map. Shared mapping; lives until closed and its views are gone."""
 
@@ -150,7 +176,7 @@ class OwnSegment(_Descriptor):
             os.ftruncate(self.fd, nbytes)
             take_memory(self.fd, 0, nbytes, limit, used)
             fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            self._map = mmap.mmap(self.fd, nbytes)
+            self._map = _Mapping(self.fd, nbytes, mmap.MAP_SHARED)
         except BaseException as error:
             self.close()
             if isinstance(error, (OSError, OverflowError)):
@@ -158,18 +184,20 @@ class OwnSegment(_Descriptor):
                     f"{nbytes} bytes of shared memory needed, the system refused: {error}"
                 ) from error
             raise
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address: int = self._map.address
         _madvise(self.address, nbytes, MADV_POPULATE_WRITE)
 
     def array(
         self, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...] | None = None
     ) -> np.ndarray:
         """A plain view for writing a slot; whoever has it answers for the slot. ``strides`` in bytes."""
-        return np.ndarray(shape, dtype, self._map, offset, strides)
+        memory = _memory_type(self.nbytes).from_address(self.address)
+        memory.segment = self
+        return np.ndarray(shape, dtype, memory, offset, strides)
 
     def held_array(self, shape: tuple[int, ...], dtype: Any, offset: int, held: Any) -> np.ndarray:
         """A view that keeps ``held`` (a slot's holder) alive as long as any alias of it lives."""
-        span = _span_type(self.nbytes).from_buffer(self._map)
+        span = _span_type(self.nbytes).from_address(self.address)
         span.held = held
         return np.ndarray(shape, dtype, span, offset)
 
@@ -211,19 +239,14 @@ class ForeignSegment(_Descriptor):
     def map(self) -> None:
         """Map it, once (callers see to that). MemoryExhaustedError where this process has no room."""
         try:
-            made = mmap.mmap(
-                self.fd,
-                self.nbytes,
-                flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            made = _Mapping(self.fd, self.nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE)
         except OSError as error:
             free, why = room_for(read_memory(), None, 0)
             raise MemoryExhaustedError(
                 f"{self.nbytes} bytes of address space needed to see a tensor of the other side, {free} free "
                 f"({why}): {error}"
             ) from error
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(made))
+        self.address = made.address
         self._span = _span_type(self.nbytes)
         _libc.munlock(self.address, self.nbytes)  # after mlockall() every page here would be a private copy
         _madvise(self.address, self.nbytes, MADV_DONTNEED)
@@ -235,7 +258,7 @@ class ForeignSegment(_Descriptor):
         self, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None, lease: Lease
     ) -> np.ndarray:
         """A view of what was leased: private, writable, valid while any alias of it lives. ``strides`` in bytes."""
-        span = self._span.from_buffer(self._map)
+        span = self._span.from_address(self.address)
         span.held = lease
         return np.ndarray(shape, dtype, span, lease.offset, strides)
 
@@ -260,7 +283,7 @@ class ForeignSegment(_Descriptor):
 
     def privatise_leases(self) -> None:
         """Before a fork: give every leased page a private copy, which parent and child then share."""
-        everything = np.frombuffer(self._map, np.uint8)
+        everything = np.ndarray((self.nbytes,), np.uint8, self._span.from_address(self.address))
         for offset, nbytes in list(self.leases.values()):
             pages = everything[offset & -PAGE : offset + nbytes : PAGE]
             pages[...] = pages.copy()
@@ -286,8 +309,17 @@ class Lease:
 
 
 @lru_cache(maxsize=None)
+def _memory_type(nbytes: int) -> Any:
+    """The exporter under plain views of an own segment of this size."""
+    return type("_Memory", (ctypes.c_char * nbytes,), {"__slots__": ("segment",)})
+
+
+@lru_cache(maxsize=None)
 def _span_type(nbytes: int) -> Any:
-    """The exporter under views of a segment of this size; its ``held`` lives as long as any alias."""
+    """The exporter under views of a segment of this size; its ``held`` lives as long as any alias.
+
+    Whatever is held refers to the segment, and so keeps the addresses mapped.
+    """
     return type("_Span", (ctypes.c_char * nbytes, _Held), {"__slots__": ("held",)})
 
 
