@@ -294,7 +294,9 @@ def test_whatever_goes_wrong_every_tensor_is_returned(client: Client) -> None:
     headers[0] = [*headers[0][:3], (2**40,), *headers[0][4:]]
     bad = Call(next(client.numbers), double, positional(3), [], 0, 0, 0, None, 0, None, headers, [], [])
     assert client.ask(bad)[0].kind == "ProtocolError"
-    assert client.loans() == 2, "only those of the refused header and of the one that was left out may be lost"
+    assert client.loans() == 2, (
+        "only those of the refused header and of the one that was left out may be lost"
+    )
     with client.memory.lock:
         client.exchange.loans._lent.clear()
 

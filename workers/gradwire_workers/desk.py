@@ -246,7 +246,9 @@ class Desk:
             reply = Reply(faults.failed(call_id, error))
             del error
         if session is not None:
-            self._take_lanes(session)  # the tether was perhaps read on the way, and will not be readable again
+            self._take_lanes(
+                session
+            )  # the tether was perhaps read on the way, and will not be readable again
         if reply is not None:
             self._send(session, reply, line)
 
