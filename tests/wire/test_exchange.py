@@ -1142,3 +1142,20 @@ def test_an_exec_d_child_inherits_no_descriptor(pair: Pair) -> None:
     listing = ["ls", "-l", "/proc/self/fd"]
     done = subprocess.run(listing, close_fds=False, capture_output=True, text=True, timeout=60, check=True)
     assert "gradwire" not in done.stdout and (view == 1).all()
+
+
+def test_an_interrupt_right_after_a_segment_was_announced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = pair
+    send = Tether.send_nowait
+
+    def interrupted(*args: Any) -> bool:
+        send(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tether, "send_nowait", interrupted)
+        one.exchange.lend([carrier_of(full(1))], [])
+    assert one.settle() == 0 and one.used_bytes() == 0
+    (y,) = one.send(full(2))
+    other.exchange.receive_segments()
+    assert (y == 2).all() and one.settle() == 1

@@ -263,7 +263,8 @@ class Exchange:
         """
         number = self._announced.get(segment, 0)
         if not number and segment.fd >= 0 and self._tether is not None:
-            number = segment.number if type(segment) is OwnSegment else self._memory.arena.next_number()
+            # (a new number each time: an interrupt after it was sent and before it was noted harms nobody)
+            number = self._memory.arena.next_number()
             if not self._tether.send_nowait(messages.Segment(number, segment.nbytes), [segment.fd]):
                 return 0
             self._announced[segment] = number

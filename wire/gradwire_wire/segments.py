@@ -39,6 +39,7 @@ import fcntl
 import mmap
 import os
 import stat
+import sys
 import weakref
 from functools import lru_cache
 from typing import Any, Sequence
@@ -279,6 +280,7 @@ class ForeignSegment(_Descriptor):
             if _madvise(self.address + start, offset + nbytes - start, MADV_DONTNEED):
                 return
         self.leases.pop(lease.loan, None)
+        lease.is_over = True
         lease.ledger.mark(lease.loan)
 
     def privatise_leases(self) -> None:
@@ -295,17 +297,24 @@ class Lease:
     owned: the owner made this copy for us and will not write it; False for memory passed by reference.
     """
 
-    __slots__ = ("ledger", "loan", "nbytes", "offset", "owned", "segment")
+    __slots__ = ("is_over", "ledger", "loan", "nbytes", "offset", "owned", "segment")
 
     def __init__(
         self, segment: ForeignSegment, offset: int, nbytes: int, loan: int, ledger: Ledger, owned: bool
     ) -> None:
         self.segment, self.offset, self.nbytes, self.loan, self.ledger = segment, offset, nbytes, loan, ledger
-        self.owned = owned
+        self.owned, self.is_over = owned, False
         segment.leases[loan] = (offset, nbytes)
 
     def __del__(self) -> None:
-        self.segment.end_lease(self)
+        try:
+            self.segment.end_lease(self)
+        except (
+            BaseException
+        ):  # Ctrl-C comes in the middle of anything, and whoever was interrupted is lost here
+            if not self.is_over:
+                self.segment.end_lease(self)
+            raise
 
 
 @lru_cache(maxsize=None)
@@ -342,16 +351,16 @@ def _has_private_pages(address: int, nbytes: int) -> bool:
     first = address // PAGE
     count = (address + nbytes - 1) // PAGE - first + 1
     entries = _read_pagemap(first, count)
-    if entries is None:
-        return True
-    kinds = entries >> np.uint64(61)  # bit 0: page of the file; bits 1, 2: swapped, present
-    return bool(((kinds & np.uint64(1)) < (kinds != 0)).any())
+    return entries is None or bool(entries[_TOP::8].translate(None, _NOT_PRIVATE))
 
 
+_TOP = 7 if sys.byteorder == "little" else 0
+"""Which byte of an entry of 64 bits has its highest bits: 0x80 present, 0x40 swapped, 0x20 page of the file."""
+_NOT_PRIVATE = bytes(top for top in range(256) if top & 0x20 or not top & 0xC0)
 _pagemap: dict[int, int] = {}
 
 
-def _read_pagemap(first: int, count: int) -> np.ndarray | None:
+def _read_pagemap(first: int, count: int) -> bytes | None:
     pid = _getpid()
     fd = _pagemap.get(pid)
     if fd is None:
@@ -366,7 +375,7 @@ def _read_pagemap(first: int, count: int) -> np.ndarray | None:
         raw = os.pread(fd, count * 8, first * 8)
     except OSError:
         return None
-    return np.frombuffer(raw, np.uint64) if len(raw) == count * 8 else None
+    return raw if len(raw) == count * 8 else None
 
 
 class Ledger(_Descriptor):
