@@ -45,7 +45,9 @@ class Pullback:
         self._wrt = tuple(i for i, c in enumerate(carriers) if c.dtype.is_inexact)
         recompute = site.residuals == "recompute"
         self._primals = (
-            [Carrier(c.array.copy(), c.dtype) for c in carriers] if recompute else [None] * len(carriers)
+            [Carrier(c.array.copy(order="K"), c.dtype) for c in carriers]
+            if recompute
+            else [None] * len(carriers)
         )
         self._released = False
         self._finalizer = weakref.finalize(self, handle.release, outcome.token)

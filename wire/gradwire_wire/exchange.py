@@ -186,7 +186,12 @@ class Exchange:
                 if carrier is None:
                     headers.append(None)
                 elif carrier.array.nbytes <= INLINE_BYTES:
-                    headers.append(inline(carrier.array.tobytes(), carrier.array.shape, carrier.dtype))
+                    array = carrier.array
+                    if array.flags.c_contiguous:
+                        headers.append(inline(array.tobytes(), array.shape, carrier.dtype))
+                    else:
+                        data, strides = _dense_bytes(array)
+                        headers.append(inline(data, array.shape, carrier.dtype, strides))
                 else:
                     headers.append(packed(self._header(carrier, frames)))
         except BaseException:
@@ -206,9 +211,10 @@ class Exchange:
                 f"{nbytes} bytes cannot travel in a message ({messages.MAX_FRAME} free), and memory cannot be shared "
                 "with this peer. Send smaller pieces"
             )
-        frames.append(array.tobytes())
+        data, strides = _dense_bytes(array)
+        frames.append(data)
         self.copied_bytes += nbytes
-        return Header((len(frames) - 1,), 0, 0, array.shape, None, dtype)
+        return Header((len(frames) - 1,), 0, 0, array.shape, strides, dtype)
 
     def _copied(self, carrier: Carrier) -> Header | None:
         """A header for a copy in a slot of ours; None where it must travel in the message."""
@@ -327,7 +333,7 @@ class Exchange:
         if len(data) != h.nbytes:
             raise ProtocolError(f"{len(data)} bytes in a frame whose header describes {h.nbytes}")
         try:
-            array = np.ndarray(h.shape, _NUMPY[h.dtype], bytearray(data))
+            array = np.ndarray(h.shape, _NUMPY[h.dtype], bytearray(data), strides=_steps(h))
         except ValueError as error:
             raise _not_here(h, error) from error
         return Carrier(array, h.dtype, True)
@@ -341,9 +347,8 @@ class Exchange:
         if not segment.is_mapped:
             self._map(segment, h.loan)
         lease = Lease(segment, h.byte_offset, h.nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
-        steps = None if h.strides is None else tuple(s * h.dtype.itemsize for s in h.strides)
         try:
-            return Carrier(segment.view(h.shape, _NUMPY[h.dtype], steps, lease), h.dtype, lease.owned)
+            return Carrier(segment.view(h.shape, _NUMPY[h.dtype], _steps(h), lease), h.dtype, lease.owned)
         except ValueError as error:
             raise _not_here(h, error) from error
 
@@ -449,6 +454,22 @@ class Exchange:
         close_all(self.take_lanes())
         for ledger in (self._marks, self._ours):  # whoever still knows this exchange holds no memory by it
             ledger.detach()
+
+
+def _steps(h: Header) -> tuple[int, ...] | None:
+    """A header's strides in bytes, as numpy has them."""
+    return None if h.strides is None else tuple(s * h.dtype.itemsize for s in h.strides)
+
+
+def _dense_bytes(array: np.ndarray) -> tuple[bytes, tuple[int, ...] | None]:
+    """The elements without gaps, with the axes in memory as the array has them; and the strides of that."""
+    strides = dense_strides(array)
+    if strides is None:
+        return array.tobytes(), None
+    data = bytearray(array.nbytes)
+    steps = tuple(s * array.itemsize for s in strides)
+    np.copyto(np.ndarray(array.shape, array.dtype, data, strides=steps), array)
+    return bytes(data), strides
 
 
 def _not_here(h: Header, error: Exception) -> UnsupportedTensorError:

@@ -6,8 +6,8 @@ On the wire a header is the msgpack array::
 
 place
     an integer: the sender's number of the segment the bytes are in; binary: the bytes themselves,
-    C-contiguous (small tensors, and all tensors where no memory is shared: then an index, as
-    ``[frame]``, of the message's further frames).
+    from the first element to the end of the last (small tensors, and all tensors where no memory is
+    shared: then an index, as ``[frame]``, of the message's further frames).
 byte_offset, loan
     where in the segment the first element is; which entry of the receiver's ledger to mark when
     the last view is gone. Both 0 for bytes that travel in the message.
@@ -70,9 +70,11 @@ def packed(h: Header) -> list[Any]:
     return [h.place, h.byte_offset, h.loan, h.shape, h.strides, h.dtype, h.device, h.flags]
 
 
-def inline(data: bytes, shape: tuple[int, ...], dtype: DType) -> list[Any]:
+def inline(
+    data: bytes, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None
+) -> list[Any]:
     """The header of a small tensor whose bytes travel in it, as msgpack packs it."""
-    return [data, 0, 0, shape, None, dtype, CPU, IS_COPIED]
+    return [data, 0, 0, shape, strides, dtype, CPU, IS_COPIED]
 
 
 def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int = 0) -> Header:
@@ -104,8 +106,8 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
         _check_place(h, place, segment_nbytes)
     elif type(place) not in (bytes, list):
         raise ProtocolError(f"a header's place cannot be {type(place).__name__}")
-    elif byte_offset or loan or h.strides is not None:
-        raise ProtocolError("bytes that travel in the message have no offset, loan or strides")
+    elif byte_offset or loan:
+        raise ProtocolError("bytes that travel in the message have no offset and no loan")
     elif type(place) is bytes and len(place) != h.nbytes:
         raise ProtocolError(f"{len(place)} bytes in a header that describes {h.nbytes}")
     return h

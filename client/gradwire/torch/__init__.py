@@ -63,7 +63,7 @@ def _constant(x: np.ndarray) -> torch.Tensor:
     """A numpy array as a tensor; a copy where a gradient may still need it after its owner changed it."""
     carrier = numpy_tensors.export(x)
     if torch.is_grad_enabled():
-        carrier = carrier._replace(array=carrier.array.copy())
+        carrier = carrier._replace(array=carrier.array.copy(order="K"))
     return adopt(carrier)
 
 
