@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradwire.site import Site
-from gradwire_wire.errors import UsageError
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import leaf_paths
 
 __all__ = [
@@ -19,10 +20,12 @@ __all__ = [
     "Face",
     "barrier",
     "compiling_face",
+    "exported",
     "face_named",
     "family_of",
     "family_of_call",
     "is_leaf",
+    "naming",
     "tensors_named",
 ]
 
@@ -101,6 +104,28 @@ def family_of_call(leaves: Sequence[Any], structure: bytes, chosen: str | None) 
             f"{leaf_paths(structure)[place]} is of {family}, but options(family={chosen!r}) was given"
         )
     return chosen or family
+
+
+def exported(leaves: Sequence[Any], structure: bytes) -> list[Carrier]:
+    """The tensors of a tree as carriers. UnsupportedTensorError names the argument that cannot be sent."""
+    try:
+        return [tensors_named(family_of(x)).export(x) for x in leaves]
+    except (UnsupportedTensorError, DtypeError) as error:
+        refused = naming(error, leaves, structure)
+    raise refused
+
+
+def naming(error: UsageError, leaves: Sequence[Any], structure: bytes) -> UsageError:
+    """The error with the argument's name in front, where one of these tensors raises it: found by trying again."""
+    for x, path in zip(leaves, leaf_paths(structure), strict=True):
+        try:
+            tensors_named(family_of(x)).export(x)
+        except (UnsupportedTensorError, DtypeError) as again:
+            if str(again) == str(error):
+                return type(error)(f"{path}: {error}").with_traceback(error.__traceback__)
+        except Exception:  # what this one has to say is not what was asked
+            pass
+    return error
 
 
 def compiling_face() -> Any:

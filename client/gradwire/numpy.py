@@ -18,4 +18,4 @@ ACCUMULATES = False
 def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """Arrays in, arrays out. Results are private to this process and writable."""
     outcome = handle.invoke(site, (), [export(x) for x in operands])
-    return fill(outcome.structure, [adopt(c) for c in outcome.carriers if c is not None])
+    return fill(outcome.structure, outcome.adopted(adopt))

@@ -18,10 +18,12 @@ from gradwire.families import (
     FAMILIES,
     barrier,
     compiling_face,
+    exported,
     face_named,
     family_of,
     family_of_call,
     is_leaf,
+    naming,
     tensors_named,
 )
 from gradwire.handle import Handle
@@ -29,7 +31,7 @@ from gradwire.pullback import Pullback
 from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import dtype_named
-from gradwire_wire.errors import UsageError
+from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import fill, flatten, positional
 
 __all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
@@ -98,9 +100,12 @@ class Remote:
             return compiling.traced(self, args, kwargs)
         structure, leaves = self._flatten(args, kwargs)
         face = face_named(family_of_call(leaves, structure, self._options.family))
-        return face.call(
-            self.handle, self._plain_site(structure, self.handle.is_module and face.ACCUMULATES), leaves
-        )
+        site = self._plain_site(structure, self.handle.is_module and face.ACCUMULATES)
+        try:
+            return face.call(self.handle, site, leaves)
+        except (UnsupportedTensorError, DtypeError) as error:
+            refused = naming(error, leaves, structure)
+        raise refused
 
     autograph_info__ = None  # TensorFlow's AutoGraph calls what says so as it is, instead of rewriting it
 
@@ -199,7 +204,7 @@ class Remote:
         barrier()  # or this would overtake what a compiled program has dispatched
         structure, leaves = self._flatten(args, kwargs)
         tree, carriers = self.handle.change_state(
-            verb, structure, [_export(x) for x in leaves], self._options.timeout
+            verb, structure, exported(leaves, structure), self._options.timeout
         )
         adopt = tensors_named(self._options.family or "numpy").adopt
         return fill(tree, [adopt(c) for c in carriers])
@@ -240,7 +245,7 @@ class Remote:
     ) -> tuple[Site, str, list[Carrier]]:
         structure, leaves = self._flatten(args, kwargs)
         family = family_of_call(leaves, structure, self._options.family)
-        return self._site(structure, **overrides), family, [_export(x) for x in leaves]
+        return self._site(structure, **overrides), family, exported(leaves, structure)
 
 
 class Optimizer:
@@ -256,11 +261,6 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
         self._change("zero_grad", self._number)
-
-
-def _export(x: Any) -> Carrier:
-    carrier: Carrier = tensors_named(family_of(x)).export(x)
-    return carrier
 
 
 def _aval_of(x: Any) -> Aval:

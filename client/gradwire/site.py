@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+from gradwire_wire.structures import leaf_paths
 
 __all__ = ["Outcome", "Site", "SpecResult"]
 
@@ -60,3 +63,15 @@ class Outcome(NamedTuple):
     carriers: list[Carrier | None]
     structure: bytes
     token: int
+
+    def adopted(self, adopt: Callable[[Carrier], Any]) -> list[Any]:
+        """The carriers as tensors. DtypeError where the framework here lacks the type, naming the result."""
+        results: list[Any] = []
+        try:
+            for carrier in self.carriers:
+                results.append(None if carrier is None else adopt(carrier))
+        except (DtypeError, UnsupportedTensorError) as error:
+            names = leaf_paths(self.structure, argument_names=False) if self.structure else []
+            name = names[len(results)] if len(names) == len(self.carriers) else f"cotangent {len(results)}"
+            raise type(error)(f"{name}: {error}") from None
+        return results

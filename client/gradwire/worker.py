@@ -8,7 +8,7 @@ from typing import Any
 from gradwire.background import Background
 from gradwire.broker_link import BrokerLink, WorkerFacts, WorkerSpec
 from gradwire.connection import Connection
-from gradwire.families import barrier, family_of, is_leaf, tensors_named
+from gradwire.families import barrier, exported, is_leaf
 from gradwire.handle import Handle
 from gradwire.remote import Remote
 from gradwire_wire.errors import ClosedError, GradwireError
@@ -56,7 +56,7 @@ class Worker:
     def module(self, target: str, *args: Any, **kwargs: Any) -> Remote:
         """A remote module: the factory is called in the worker with these arguments, and the result stays there."""
         structure, leaves = flatten([list(args), kwargs], is_leaf)
-        carriers = [tensors_named(family_of(x)).export(x) for x in leaves]
+        carriers = exported(leaves, structure)
         return Remote(Handle(self._present, "module", target, structure, carriers), self._background)
 
     def _present(self) -> Connection:

@@ -19,9 +19,11 @@ from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME, checked_dtype
 from gradwire_wire.errors import (
+    DtypeError,
     GradwireError,
     MemoryExhaustedError,
     ProtocolError,
+    UnsupportedTensorError,
     UsageError,
     VersionMismatchError,
 )
@@ -42,7 +44,7 @@ from gradwire_wire.messages import (
 )
 from gradwire_wire.segments import Ledger, read_memory
 from gradwire_wire.sockets import Addressee
-from gradwire_wire.structures import MAX_CACHED, fill_call, flatten
+from gradwire_wire.structures import MAX_CACHED, fill_call, flatten, leaf_paths
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
 from gradwire_wire.words import checked_word
 from gradwire_workers import faults
@@ -321,7 +323,10 @@ class Desk:
         for carrier in carriers:
             if carrier is not None and call.keep and not carrier.owned:
                 carrier = Carrier(carrier.array.copy(order="K"), carrier.dtype)
-            operands.append(None if carrier is None else self._adopt_operand(carrier))
+            try:
+                operands.append(None if carrier is None else self._adopt_operand(carrier))
+            except (DtypeError, UnsupportedTensorError) as error:
+                raise type(error)(f"{_name_of_operand(call, len(operands))}: {error}") from None
         carriers.clear()  # the caller of this still has the list, and must not keep what the call let go
         return operands
 
@@ -329,9 +334,21 @@ class Desk:
         program = self._program(spec.remote)
         site = _site_of(spec, program)
         avals = [_aval_of(raw) for raw in spec.avals]
-        results, structure = program.spec(site, avals)
+        try:
+            results, structure = program.spec(site, avals)
+        except DtypeError:
+            self._refuse_operands(spec, avals)
+            raise
         tree, _ = flatten([[[list(a.shape), list(a.dtype)] for a in results], structure], _never)
         return Reply(Done(spec.call_id, tree, [], 0, 0))
+
+    def _refuse_operands(self, spec: Spec, avals: Sequence[Aval]) -> None:
+        """Raise for the first operand of a type that the framework here does not take, by its name."""
+        for i, (_, dtype) in enumerate(avals):
+            try:
+                self._adopt_operand(Carrier(np.empty(0, dtype.carrier), dtype))
+            except DtypeError as error:
+                raise DtypeError(f"{_name_of_operand(spec, i)}: {error}") from None
 
     def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Reply:
         args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
@@ -363,6 +380,13 @@ class Desk:
             return self._programs[number]
         except KeyError:
             raise ProtocolError(f"worker {self._name!r} has no remote {number}; was it restarted?") from None
+
+
+def _name_of_operand(call: Call | Spec, index: int) -> str:
+    """For messages: what the caller wrote there, such as ``args[0]['x']``."""
+    anchor = ["the anchor"] if call.flags & messages.ANCHORED else []
+    names = [*anchor, *leaf_paths(call.structure)]
+    return names[index] if index < len(names) else f"(co)tangent {index - len(names)}"
 
 
 def _by_memory(session: Session, call_id: int, frames: Sequence[bytes]) -> bytes:

@@ -105,7 +105,7 @@ def _call_now(handle: Handle, site: Site, arrays: Sequence[Any]) -> Any:
     if site.stateful:
         barrier()
     outcome = handle.invoke(site, (), [tensors.export(x) for x in arrays])
-    return fill(outcome.structure, [tensors.adopt(c) for c in outcome.carriers if c is not None])
+    return fill(outcome.structure, outcome.adopted(tensors.adopt))
 
 
 def functional(remote: Remote, owner: str = "caller") -> tuple[Callable[..., Any], Any]:

@@ -63,7 +63,7 @@ def _eager(fn: Derived, operands: list[Any], token: _Token | None) -> list[Any]:
     watched = {i for i, x in enumerate(operands) if _inexact(x) and (everything or is_recorded([x]))}
     fn.keep = int(bool(watched) and fn.site.residuals == "keep")
     outcome = fn.invoke([export(x) for x in operands], token.number if token is not None else 0)
-    results = [None if c is None else adopt(c) for c in outcome.carriers]
+    results = outcome.adopted(adopt)
     present = [i for i, y in enumerate(results) if y is not None]
     if not watched or not present:
         return results

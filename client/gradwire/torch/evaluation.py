@@ -24,7 +24,7 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
     name = named_by(token)
     afresh = type(name) is int and name == 0
     outcome = fn.invoke([export(x) for x in operands] if afresh else _Exported(operands), name)
-    results: list[Any] = [None if c is None else adopt(c) for c in outcome.carriers]
+    results = outcome.adopted(adopt)
     if not fn.keep:
         return results, None
     rows = results[0].shape[0] if fn.keep == 2 and results else None

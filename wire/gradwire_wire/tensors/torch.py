@@ -83,10 +83,12 @@ def export(x: Any) -> Carrier:
         raise _refusal(x)
     try:
         return _shown(x.detach(), kind)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         cause = error
     if _what(x) is not None:
         raise _refusal(x) from cause
+    if x._is_zerotensor():  # zeros that nobody has allocated yet
+        return Carrier(np.zeros(tuple(x.shape), kind.carrier), kind.wire)
     try:  # without lazy bits, in host memory: a copy
         return _shown(x.detach().resolve_conj().resolve_neg().cpu(), kind)
     except Exception as error:
@@ -106,6 +108,8 @@ def _shown(x: Any, kind: _Kind) -> Carrier:
 
 def _what(x: Any) -> str | None:
     """What keeps a tensor from being numpy memory, and what to do; None for nothing that is known."""
+    if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
+        return "an uninitialised parameter has no values yet. Call its lazy module once with an example"
     if x.is_nested:
         return "a nested tensor cannot be sent. Send its parts as a list: x.unbind()"
     if x.is_quantized:
@@ -154,7 +158,7 @@ def _from_numpy(array: np.ndarray, kind: _Kind) -> Any:
             pass
         except TypeError as error:  # a torch without uint16, say
             raise DtypeError(f"PyTorch {torch.__version__} has no {kind.wire.name}: {error}") from error
-    return torch.from_numpy(array.copy())
+    return torch.from_numpy(array.copy(order="K" if min(array.strides, default=0) >= 0 else "C"))
 
 
 class _Writable:
