@@ -1144,7 +1144,9 @@ def test_an_exec_d_child_inherits_no_descriptor(pair: Pair) -> None:
     assert "gradwire" not in done.stdout and (view == 1).all()
 
 
-def test_an_interrupt_right_after_a_segment_was_announced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_right_after_a_segment_was_announced(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = pair
     send = Tether.send_nowait
 
