@@ -16,9 +16,10 @@ of the dispatching thread; `barrier` ends that.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -65,13 +66,15 @@ class Crossing:
         odd = of_results or [0] * len(self._results)
         self._conjugations = [_conjugation(a, p) for a, p in zip(self._results, odd, strict=True)]
         self._is_empty = has_empty_batch(derived.word, avals)
+        self._is_wide = any(e in _WIDE for e in self._elements)
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         try:
             token: int | np.ndarray = 0
             if self._has_token:
                 token, arrays = _token_of(arrays[0]), arrays[1:]
-            return self._nothing() if self._is_empty else self._cross(token, arrays)
+            results = self._nothing() if self._is_empty else self._cross(token, arrays)
+            return _Wide(results) if self._is_wide and not jax.config.jax_enable_x64 else results
         except BaseException as error:
             failed = remember(error, self._derived)
         raise failed
@@ -137,6 +140,25 @@ class Crossing:
     def _nothing(self) -> tuple[np.ndarray, ...]:
         results = [np.zeros(a.shape, e) for a, e in zip(self._results, self._elements, strict=True)]
         return (*results, self._kept(0, results)) if self._derived.keep else tuple(results)
+
+
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
+
+
+class _Wide(tuple[np.ndarray, ...]):
+    """Results of a program traced under ``with jax.enable_x64(True)``, on a thread of XLA's.
+
+    That thread knows nothing of it, and JAX would narrow what it takes from here to 32 bits.
+    """
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        with _enable_x64(True):
+            yield from super().__iter__()
+
+
+_enable_x64 = (
+    jax.enable_x64 if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental").enable_x64
+)
 
 
 def _token_of(array: np.ndarray) -> int | np.ndarray:
