@@ -23,9 +23,10 @@ def vjp(handle: Handle, site: Site, family: str, carriers: list[Carrier]) -> tup
     """The results, and the pullback at them. One message; the graph stays in the worker under a token."""
     recompute = site.residuals == "recompute"
     outcome = handle.invoke(site, (), carriers, keep=messages.KEEP_NOTHING if recompute else messages.KEEP)
-    adopt = tensors_named(family).adopt
-    out = fill(outcome.structure, [adopt(c) for c in outcome.carriers if c is not None])
-    return out, Pullback(handle, site, family, carriers, outcome)
+    pullback = Pullback(
+        handle, site, family, carriers, outcome
+    )  # first: it gives the token back if the next fails
+    return fill(outcome.structure, outcome.adopted(tensors_named(family).adopt)), pullback
 
 
 class Pullback:
@@ -112,7 +113,7 @@ def jvp(handle: Handle, site: Site, family: str, carriers: list[Carrier], tangen
     leaves = [c for c in outcome.carriers if c is not None]
     it = iter(moved.carriers)
     out_dot = [_dot(next(it), c) if c.dtype.is_inexact else None for c in leaves]
-    out = fill(outcome.structure, [adopt(c) for c in leaves])
+    out = fill(outcome.structure, outcome.adopted(adopt))
     return out, fill_leaves_only(outcome.structure, [None if c is None else adopt(c) for c in out_dot])
 
 
