@@ -22,3 +22,44 @@ def make_block(sizes, seed=0, batch_norm=False):
     for n, m in itertools.pairwise(sizes):
         layers += [nn.Linear(n, m), *([nn.BatchNorm1d(m)] if batch_norm else []), nn.Tanh()]
     return nn.Sequential(*layers)
+
+
+def make_float64(seed=0):
+    """A module that takes float32 and computes in float64."""
+    torch.manual_seed(seed)
+    linear = nn.Linear(3, 2).double()
+    return Widened(linear)
+
+
+class Widened(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.double())
+
+
+def to_dtype(x, name):
+    return x.to(getattr(torch, name))
+
+
+def convolve(x):
+    return nn.functional.conv2d(x, torch.ones(4, 3, 2, 2))
+
+
+def number_in_place(x):
+    """Write a number of its own to each element."""
+    for i, index in enumerate(itertools.product(*map(range, x.shape))) if x.numel() < 100 else ():
+        x[index] = i
+    if x.numel() >= 100:
+        x.copy_(torch.arange(x.numel()).reshape(x.shape))
+    return x
+
+
+def not_plain(kind):
+    return {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "meta": lambda: torch.zeros(3, device="meta"),
+        "conjugate": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    }[kind]()
