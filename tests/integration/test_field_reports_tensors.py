@@ -671,3 +671,28 @@ def test_a_view_of_an_expanded_tensor_has_its_own_elements_in_the_worker(worker_
     for framework in ("torch", "numpy"):
         result = worker_of(framework).function(f"in_{framework}:number_in_place")(y)
         np.testing.assert_array_equal(result, np.arange(2000, dtype=np.float32).reshape(40, 50))
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+def test_r17_a_cotangent_is_never_narrowed(worker_of: Workers, framework: str) -> None:
+    """An array must have the result's dtype; a scalar may be Python's, but not complex for a real result."""
+    _, pullback = worker_of(framework).function("elements:weighted").vjp(np.arange(3, dtype=np.float32))
+    for fits in (1, 1.0, np.float32(1), np.ones((), ">f4"), jnp.float32(1), torch.ones(())):
+        assert_same_bits("numpy", pullback(fits)[0], np.array([2, 3, 0], np.float32))
+    for wide_, says in {1 + 2j: "complex", np.complex64(1): "complex", "array": "float64"}.items():
+        with pytest.raises(gw.DtypeError, match=rf"the cotangent of result must be float32 .*{says}"):
+            pullback(np.ones(()) if wide_ == "array" else wide_)
+
+
+def test_one_argument_written_leaves_its_twin(worker_of: Workers, shared_bridge: gw.Bridge) -> None:
+    """The same memory as two arguments is two tensors in the worker: small, copied, and passed by reference."""
+    add = worker_of("torch").function("elements:add_in_place_to_first")
+    large = np.arange(100_000, dtype=np.float32)
+    lent = shared_bridge.empty(large.shape, large.dtype)
+    lent[...] = large
+    returned = worker_of("numpy").function("any_framework:identity")(large)
+    for x in (large[:5], large, lent, returned):
+        first, second = add(x, x)
+        np.testing.assert_array_equal(first, np.arange(len(x), dtype=np.float32) + 1)
+        np.testing.assert_array_equal(second, np.arange(len(x), dtype=np.float32))
+        np.testing.assert_array_equal(x, np.arange(len(x), dtype=np.float32))
