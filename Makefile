@@ -16,6 +16,9 @@ MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# pytest runs this many processes; each test file runs whole in one of them
+PROCESSES ?= 2
+
 .PHONY: help setup demo test check lint bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo
 
 help:
@@ -66,10 +69,10 @@ demo: .envs/demo .envs/torch .envs/tensorflow
 	@.envs/demo/bin/python examples/digits/train.py
 
 test: setup
-	.venv/bin/python -m pytest tests
+	.venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile tests
 
 check: lint
-	.venv/bin/python -m pytest -m "not slow" tests/wire tests/unit
+	.venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile -m "not slow" tests/wire tests/unit
 
 # vermin: what a worker runs must run on Python 3.9, which ruff and mypy hold it to in syntax only.
 lint: .venv
