@@ -109,7 +109,7 @@ class Connection:
         try:
             return self._request(make, carriers, timeout_s)
         except GradwireError as error:
-            self.last_error = (time.monotonic(), error)
+            self.last_error = (time.monotonic(), _without_frames(error))
             raise
 
     def _request(
@@ -309,6 +309,13 @@ class Connection:
         self._gone.set()
         if self._pid == os.getpid():
             self.exchange.end()
+
+
+def _without_frames(error: GradwireError) -> GradwireError:
+    """A twin to keep. The traceback of the error itself holds the frames it passes, and with them the user's tensors."""
+    twin = type(error).__new__(type(error), *error.args)
+    twin.__dict__.update(error.__dict__)
+    return twin
 
 
 def _error_of(failed: Failed, worker: str) -> GradwireError:

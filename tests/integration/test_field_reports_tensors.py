@@ -7,9 +7,11 @@ The worker has 64-bit types here where its framework has to be told (JAX), excep
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -696,3 +698,21 @@ def test_one_argument_written_leaves_its_twin(worker_of: Workers, shared_bridge:
         np.testing.assert_array_equal(first, np.arange(len(x), dtype=np.float32) + 1)
         np.testing.assert_array_equal(second, np.arange(len(x), dtype=np.float32))
         np.testing.assert_array_equal(x, np.arange(len(x), dtype=np.float32))
+
+
+def test_a_remote_error_keeps_no_tensor_of_its_caller(worker_of: Workers, shared_bridge: gw.Bridge) -> None:
+    """`last_error` outlives the call; the frames that the error passed, and their tensors, must not."""
+
+    def fail() -> weakref.ref[np.ndarray]:
+        result = worker_of("numpy").function("any_framework:identity")(np.zeros(100_000))
+        try:
+            worker_of("numpy").function("any_framework:bad")(result)
+        except ValueError as error:
+            assert "bad 42" in str(error)
+        return weakref.ref(result)
+
+    result = fail()
+    gc.collect()
+    assert result() is None
+    assert "bad 42" in str(shared_bridge.last_error())
+    assert isinstance(shared_bridge.last_error(), ValueError)
