@@ -79,12 +79,12 @@ def wanted_of() -> Iterator[Callable[[str, str], list[np.ndarray]]]:
             patch.delitem(sys.modules, f"in_{framework}", raising=False)
 
         @cache
-        def wanted(caller: str, cell: str) -> list[np.ndarray]:
-            framework = support.CALLERS[caller].framework
+        def wanted(framework: str, cell: str) -> list[np.ndarray]:
+            *_, caller = (name for name, c in support.CALLERS.items() if c.framework == framework)
             function = importlib.import_module(f"in_{framework}").smooth
             return leaves(support.run(caller, cell, function, X, W))
 
-        yield wanted
+        yield lambda caller, cell: wanted(support.CALLERS[caller].framework, cell)
         for framework in support.WORKERS:
             sys.modules.pop(f"in_{framework}", None)
 
@@ -93,7 +93,13 @@ def wanted_of() -> Iterator[Callable[[str, str], list[np.ndarray]]]:
     "ignore:Attempted to insert a get_attr Node:UserWarning"
 )  # torch's linearize's own
 @pytest.mark.parametrize("worker", support.WORKERS)
-@pytest.mark.parametrize(("caller", "cell"), support.ROWS)
+@pytest.mark.parametrize(
+    ("caller", "cell"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] if "hessian" in row[1] or "compile" in row[1] else [])
+        for row in support.ROWS
+    ],
+)
 def test_cell(
     remote_of: Callable[[str], gw.Remote],
     wanted_of: Callable[[str, str], list[np.ndarray]],

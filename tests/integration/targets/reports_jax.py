@@ -1,0 +1,54 @@
+"""The functions of R31 to R42, in JAX."""
+
+import jax
+import jax.numpy as jnp
+
+
+def gather(w, index, mask):
+    return (w[index] * mask).sum()
+
+
+def top_two(x):
+    values, indices = jax.lax.top_k(x, 2)
+    return values, indices
+
+
+def squared_norm(z):
+    return (z * z.conj()).real
+
+
+def square(z):
+    return z * z
+
+
+def turn(x):
+    return jax.lax.complex(jnp.cos(x), jnp.sin(x))
+
+
+def first_only(a, b):
+    return 2 * a
+
+
+def detached(a, b):
+    return 2 * a, jax.lax.stop_gradient(a * b)
+
+
+def some_leaves(state):
+    return (state["a"] ** 2).sum() * state["b"][1]
+
+
+def cube(x):
+    return x**3
+
+
+def perceptron(x, w, v):
+    return jnp.tanh(jnp.tanh(x @ w) @ v)
+
+
+def positive(x):
+    return x[x > 0]
+
+
+def tree(x, *, scale=2.0, mode="a", mask=None):
+    y = x * scale if mask is None else x * scale * mask
+    return {"y": y, "aux": (x * x, None, mode, 3)}
