@@ -160,8 +160,15 @@ class Connection:
         return line
 
     def tell(self, message: Any) -> None:
-        """Send a message that has no reply."""
-        self._lines.check_in(self._send(message, (), ()))
+        """Send a message that has no reply; it is lost where the worker is gone. Never waits."""
+        frame = messages.pack(message)
+        line = self._lines.check_out(len(frame), 0)
+        try:
+            line.send_nowait([frame])
+        except sockets.Unreachable:
+            line.close()
+        else:
+            self._lines.check_in(line)
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():
