@@ -68,7 +68,6 @@ CELLS: dict[str, Callable[[Function, Any, Any], Any]] = {
     )(rows(x), w),
     "vmap of grad, a batch of 1": lambda f, x, w: jax.vmap(jax.grad(loss_of(f)), (0, None))(rows(x, 1), w),
     "vmap of grad, a batch of 0": lambda f, x, w: jax.vmap(jax.grad(loss_of(f)), (0, None))(rows(x, 0), w),
-    "vmap of hessian": lambda f, x, w: jax.vmap(jax.hessian(loss_of(f)), (0, None))(rows(x), w),
     "lax.map": lambda f, x, w: lax.map(lambda x: f(x, w), rows(x)),
     "scan": scanned,
     "grad of scan": lambda f, x, w: jax.grad(lambda x, w: sum(v.sum() for v in scanned(f, x, w)), (0, 1))(
@@ -77,7 +76,6 @@ CELLS: dict[str, Callable[[Function, Any, Any], Any]] = {
     "while_loop": looped,
     "jvp of while_loop": lambda f, x, w: jax.jvp(lambda x: looped(f, x, w), (x,), (2 * x,)),
     "grad of checkpoint": lambda f, x, w: jax.grad(checkpointed(f))(x, w),
-    "hessian of checkpoint": lambda f, x, w: jax.hessian(checkpointed(f))(x, w),
 }
 
 
