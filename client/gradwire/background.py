@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
+
+from gradwire_wire.errors import ForkedError
 
 __all__ = ["Background"]
 
@@ -16,6 +19,7 @@ class Background:
 
     def __init__(self, name: str, threads: int = 8) -> None:
         self._name, self._limit = name, threads
+        self._pid = os.getpid()
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
@@ -23,6 +27,10 @@ class Background:
 
     def submit(self, act: Callable[[], Any]) -> Future[Any]:
         """A future of ``act()``. Cancelling it works until it has begun."""
+        if self._pid != os.getpid():
+            raise ForkedError(
+                "submit in a forked child: open a bridge of its own there with gradwire.connect()"
+            )
         future: Future[Any] = Future()
         with self._lock:
             self._busy += 1

@@ -122,7 +122,8 @@ class Bridge:
         """An uninitialised numpy array in shared memory: passing it to a worker copies nothing.
 
         Its bytes are read when the worker runs: do not write it while a call on it is in flight. What a
-        worker keeps for a pullback it copies. The memory is free again when the last view is gone.
+        worker keeps for a pullback it copies; remote code that keeps the argument itself sees what you write
+        later, and copies it if it must not. Shared with forked children. Free again when the last view is gone.
         """
         self._check_usable()
         return self._memory.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)

@@ -22,6 +22,11 @@ __all__ = ["Pullback", "jvp", "vjp"]
 def vjp(handle: Handle, site: Site, family: str, carriers: list[Carrier]) -> tuple[Any, Pullback]:
     """The results, and the pullback at them. One message; the graph stays in the worker under a token."""
     recompute = site.residuals == "recompute"
+    if recompute and site.stateful:
+        raise UsageError(
+            f"{handle.name} is in training mode: to recompute its forward at the pullback would move its state twice "
+            "and draw other random numbers. Use residuals='keep', or eval() it"
+        )
     outcome = handle.invoke(site, (), carriers, keep=messages.KEEP_NOTHING if recompute else messages.KEEP)
     pullback = Pullback(
         handle, site, family, carriers, outcome

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gradwire import pullback
 from gradwire.background import Background
 from gradwire.families import (
@@ -60,7 +62,8 @@ class Options:
     family: str | None = None
 
     def __post_init__(self) -> None:
-        if self.timeout is not None and not self.timeout > 0:
+        number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+        if self.timeout is not None and not (number and self.timeout > 0):
             raise UsageError(f"timeout must be a positive number of seconds or None, not {self.timeout!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**63):
             raise UsageError(f"seed must be an integer from 0 to 2**63 - 1 or None, not {self.seed!r}")
@@ -139,7 +142,10 @@ class Remote:
         return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Make the call without waiting; tensors must not be written until it is done."""
+        """Make the call without waiting; tensors must not be written until it is done.
+
+        Cancelling the future does not interrupt a call that has begun; ``options(timeout=...)`` does.
+        """
         return self._background.submit(lambda: self(*args, **kwargs))
 
     async def aio(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,9 +273,10 @@ def _aval_of(x: Any) -> Aval:
     if not isinstance(x, ShapeDtype):
         aval: Aval = tensors_named(family_of(x)).aval(x)
         return aval
-    dtype = dtype_named(x.dtype)
+    name = x.dtype if isinstance(x.dtype, str) else np.dtype(x.dtype).name
+    dtype = dtype_named(name)
     if dtype is None:
-        raise UsageError(f"{x.dtype!r} is not the name of a dtype that can be sent")
+        raise UsageError(f"{x.dtype!r} is not a dtype that can be sent")
     return Aval(tuple(x.shape), dtype)
 
 

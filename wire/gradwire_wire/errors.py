@@ -160,6 +160,8 @@ class RemoteError(GradwireError):
 
     def __str__(self) -> str:
         where = f" in worker {self.worker!r}" if self.worker else ""
+        if not self.message and self.type_name == "Exception" and self.args:
+            return str(self.args[0])  # made anew by somebody from the text alone, as AutoGraph does
         text = f"{self.type_name}: {self.message}{where}"
         return f"{text}\n\n{self.traceback}" if self.traceback else text
 
@@ -169,6 +171,8 @@ def _also_builtin(type_name: str) -> type[RemoteError]:
     base = getattr(builtins, type_name, None)
     if not (isinstance(base, type) and issubclass(base, Exception)) or type_name.endswith("Group"):
         return RemoteError
+    if issubclass(base, (StopIteration, StopAsyncIteration)):  # what ends somebody's loop is no error there,
+        return RemoteError  # and asyncio's C code reads fields of it that only its own __init__ sets
     return type(
         f"Remote{type_name}",
         (RemoteError, base),

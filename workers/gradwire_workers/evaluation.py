@@ -82,8 +82,8 @@ def _from_rows(
 
 def _lost(*, asks_for_operands: bool) -> ResidualLostError:
     error = ResidualLostError(
-        "the kept forward of this pullback is gone (evicted for lack of memory, released, or of a former life of "
-        "the worker) and cannot be computed again, since the module has state. Run the forward again"
+        "the kept forward of this pullback is gone (evicted for lack of memory, released, of a former life of the "
+        "worker, or made where nothing was kept). Run the forward again"
     )
     error.recompute = asks_for_operands  # type: ignore[attr-defined]
     return error

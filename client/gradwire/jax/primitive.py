@@ -10,9 +10,11 @@ dead code takes that back where nothing derives from it. Nodes that move state c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import jax
@@ -238,3 +240,32 @@ def _remove_dead(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 
 pe.dce_rules[primitive] = _remove_dead
+
+
+def _partially_evaluate(trace: Any, *tracers: Any, derived: Derived) -> Any:
+    """JAX moves what does not depend on the loop's variables out of a differentiated `scan`: not a call with state.
+
+    There all inputs of such a call are known, and without this rule it would be made once instead of once an
+    iteration. Staged like a call with unknown inputs, it stays in the loop.
+    """
+    if derived.ordered and _is_hoisting():
+        tracers = tuple(trace.instantiate_const(trace.to_jaxpr_tracer(t)) for t in tracers)
+    return trace.default_process_primitive(primitive, tracers, {"derived": derived})
+
+
+def _is_hoisting() -> bool:
+    """Whether scan's rule is looking for what it can move out; told by the names of JAX's functions on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name.startswith(
+            "partial_eval_jaxpr_nounits"
+        ):  # it splits known from unknown: that is another matter
+            return False
+        if name in ("_scan_known_hoisting", "_scan_partial_eval"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+pe.custom_partial_eval_rules[primitive] = _partially_evaluate

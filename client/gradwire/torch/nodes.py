@@ -135,12 +135,18 @@ class _Transformed(torch.autograd.Function):
         *operands, token = operands_and_token
         _, *dims, token_dim = in_dims
         axes = tuple(d is not None for d in dims)
+        in_rows = fn.site.vmap == "sequential" or fn.site.stateful
+        if in_rows and not fn.word and fn.site.vmap != "sequential":
+            raise UsageError(
+                f"{fn.handle.name} is in training mode: one batched call would move its state once and draw random "
+                "numbers as one call does. Use options(vmap='sequential') for a call a row, or eval() it"
+            )
         moved = [x if d is None else x.movedim(d, 0) for x, d in zip(operands, dims, strict=True)]
         if token_dim is not None:
             token = token.movedim(token_dim, 0)
         if not fn.word:
             fn.structure = fn.structure_of([_row(x, mapped) for x, mapped in zip(moved, axes, strict=True)])
-        batched = _row_by_row if fn.site.vmap == "sequential" else _as_batch
+        batched = _row_by_row if in_rows else _as_batch
         *results, kept = batched(fn, axes, moved, token, token_dim is not None, info.batch_size)
         return (*results, kept), (*(0 for _ in results), None if kept is None else 0)
 

@@ -48,3 +48,7 @@ def number_in_place(x):
     """Write a number of its own to each element."""
     x[...] = np.arange(x.size).reshape(x.shape)
     return x
+
+
+def run_out(x):
+    return next(iter(()))

@@ -63,3 +63,15 @@ def not_plain(kind):
         "meta": lambda: torch.zeros(3, device="meta"),
         "conjugate": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
     }[kind]()
+
+
+class Counter(nn.Module):
+    """Multiplies by how often it has been called."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls.clone()

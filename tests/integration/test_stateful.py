@@ -1,0 +1,107 @@
+"""Calls that move state, and what would make or draw them another number of times: as written, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+
+Workers = Callable[[str], gw.Worker]
+TARGETS = pathlib.Path(__file__).parent / "targets"
+ONES = np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("loop", ["scan", "fori_loop"])
+def test_r41_a_call_stays_in_a_differentiated_loop(worker_of: Workers, loop: str, compiled: bool) -> None:
+    """Its arguments do not depend on the loop's variables: JAX would move such a call out of the loop."""
+    import jax
+    import jax.numpy as jnp
+
+    counter = worker_of("torch").module("in_torch:Counter")
+
+    def by_scan(x: Any) -> Any:
+        return jax.lax.scan(lambda c, i: (c + (i * counter(x)).sum(), None), 0.0, jnp.arange(1.0, 4.0))[0]
+
+    def by_fori_loop(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda i, c: c + ((i + 1) * counter(x)).sum(), 0.0)
+
+    program = jax.value_and_grad(by_scan if loop == "scan" else by_fori_loop)
+    value, x_bar = (jax.jit(program) if compiled else program)(ONES)
+    jax.effects_barrier()
+    assert counter.buffers()["calls"] == 3
+    assert value == 4 * (1 * 1 + 2 * 2 + 3 * 3)
+    np.testing.assert_array_equal(x_bar, np.full(4, 14, np.float32))
+
+
+def test_r40_a_forward_that_moves_state_is_not_recomputed(worker_of: Workers) -> None:
+    counter = worker_of("torch").module("in_torch:Counter").options(residuals="recompute")
+    with pytest.raises(gw.UsageError, match="training mode"):
+        counter.vjp(ONES)
+    assert counter.buffers()["calls"] == 0
+    counter.eval()
+    out, pullback = counter.vjp(ONES)
+    assert pullback(np.ones_like(out))[0].shape == (4,)
+
+
+def test_r34_torch_vmap_over_state_is_refused(worker_of: Workers) -> None:
+    import torch
+
+    counter = worker_of("torch").module("in_torch:Counter")
+    with pytest.raises(gw.UsageError, match="sequential"):
+        torch.func.vmap(counter)(torch.ones(3, 4))
+    rows = torch.func.vmap(counter.options(vmap="sequential"))(torch.ones(3, 4))
+    assert rows[:, 0].tolist() == [1, 2, 3]
+
+
+def test_r59_an_iterator_that_runs_out(worker_of: Workers) -> None:
+    """StopIteration is how a loop ends, not an error of the call's own: it must not end, or crash, the caller's."""
+    remote = worker_of("numpy").function("in_numpy:run_out")
+    with pytest.raises(gw.RemoteError, match="StopIteration"):
+        remote(ONES)
+    with pytest.raises(gw.RemoteError, match="StopIteration"):
+        asyncio.run(remote.aio(ONES))
+
+
+FORKED = """
+import os, numpy as np, gradwire as gw
+with gw.connect() as bridge:
+    double = bridge.worker("numpy", path=[{targets!r}]).function("any_framework:double")
+    double.submit(np.ones(4)).result(10)
+    child = os.fork()
+    if child == 0:
+        try:
+            double.submit(np.ones(4)).result(10)
+        except gw.ForkedError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (double.submit(np.ones(4)).result(10) == 2).all()
+"""
+
+
+def test_submit_in_a_forked_child() -> None:
+    program = FORKED.format(targets=str(TARGETS))
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_options_are_checked_and_dtypes_taken(worker_of: Workers) -> None:
+    double = worker_of("torch").function("any_framework:double")
+    with pytest.raises(gw.UsageError, match="timeout"):
+        double.options(timeout="3")
+    assert double.spec(gw.ShapeDtype((3, 4), np.float32)) == gw.ShapeDtype((3, 4), "float32")
+
+
+def test_an_error_made_anew_keeps_its_text() -> None:
+    assert str(gw.RemoteError("bad 42")) == "bad 42"
