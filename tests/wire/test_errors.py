@@ -20,6 +20,7 @@ BUILTIN = [
     name
     for name, c in vars(builtins).items()
     if isinstance(c, type) and issubclass(c, Exception) and not name.endswith("Group")
+    if not issubclass(c, (StopIteration, StopAsyncIteration))
 ]
 
 
@@ -76,6 +77,8 @@ def test_a_remote_builtin_is_that_builtin_too(name: str) -> None:
     [
         "my.module.CustomError",
         "ExceptionGroup",
+        "StopIteration",
+        "StopAsyncIteration",
         "SystemExit",
         "KeyboardInterrupt",
         "print",
