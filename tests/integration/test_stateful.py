@@ -20,7 +20,7 @@ ONES = np.ones(4, np.float32)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("loop", ["scan", "fori_loop"])
+@pytest.mark.parametrize("loop", ["scan", "scan of jit", "fori_loop"])
 def test_r41_a_call_stays_in_a_differentiated_loop(worker_of: Workers, loop: str, compiled: bool) -> None:
     """Its arguments do not depend on the loop's variables: JAX would move such a call out of the loop."""
     import jax
@@ -34,7 +34,12 @@ def test_r41_a_call_stays_in_a_differentiated_loop(worker_of: Workers, loop: str
     def by_fori_loop(x: Any) -> Any:
         return jax.lax.fori_loop(0, 3, lambda i, c: c + ((i + 1) * counter(x)).sum(), 0.0)
 
-    program = jax.value_and_grad(by_scan if loop == "scan" else by_fori_loop)
+    def by_scan_of_jit(x: Any) -> Any:
+        body = jax.jit(lambda c, i: (c + (i * counter(x)).sum(), None))
+        return jax.lax.scan(body, 0.0, jnp.arange(1.0, 4.0))[0]
+
+    loops = {"scan": by_scan, "scan of jit": by_scan_of_jit, "fori_loop": by_fori_loop}
+    program = jax.value_and_grad(loops[loop])
     value, x_bar = (jax.jit(program) if compiled else program)(ONES)
     jax.effects_barrier()
     assert counter.buffers()["calls"] == 3

@@ -254,16 +254,22 @@ def _partially_evaluate(trace: Any, *tracers: Any, derived: Derived) -> Any:
 
 
 def _is_hoisting() -> bool:
-    """Whether scan's rule is looking for what it can move out; told by the names of JAX's functions on the stack."""
+    """Whether scan's rule is looking for what it can move out; told by the names of JAX's functions on the stack.
+
+    A split of known from unknown is another matter, unless it is that of an inner jit which scan's rule came upon.
+    """
     frame: FrameType | None = sys._getframe(1)
+    is_split = False
     while frame is not None:
         name = frame.f_code.co_name
-        if name.startswith(
-            "partial_eval_jaxpr_nounits"
-        ):  # it splits known from unknown: that is another matter
-            return False
-        if name in ("_scan_known_hoisting", "_scan_partial_eval"):
+        if name.startswith("partial_eval_jaxpr_nounits"):
+            is_split = True
+        elif name == "_pjit_partial_eval":
+            is_split = False
+        elif name == "_scan_known_hoisting":
             return True
+        elif name == "_scan_partial_eval":
+            return not is_split
         frame = frame.f_back
     return False
 
