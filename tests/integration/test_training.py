@@ -138,6 +138,21 @@ def test_modes_and_state(worker_of: Workers) -> None:
         net.load_state_dict({"0.weight": np.zeros((1, 1), np.float32)}, strict=False)
 
 
+def test_r42_a_jax_pullback_of_an_eval_module_after_a_restart(torch_python: str) -> None:
+    """The module is made anew with other parameters, so its forward must not be computed again for a pullback."""
+    import jax
+
+    with gw.connect() as bridge:
+        worker = bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)
+        net = worker.module("in_torch:make_block", SIZES).eval()
+        y, pullback = jax.vjp(net, jax.numpy.asarray(X))
+        pullback(y)
+        worker.restart()
+        net.eval()
+        with pytest.raises(Exception, match="pullback is gone"):
+            jax.block_until_ready(pullback(y))
+
+
 def test_r42_after_a_restart_the_pullback_is_lost(torch_python: str) -> None:
     with gw.connect() as bridge:
         worker = bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)

@@ -210,3 +210,13 @@ def test_the_store_lets_go() -> None:
     assert Mark.alive == 5
     s.release(tokens, A)
     assert Mark.alive == 0
+
+
+def test_tokens_of_a_former_incarnation_are_told() -> None:
+    for first in (0, 7, TOKENS - 1):
+        s = Residuals(10_000, first)
+        tokens = [s.add(kept()) for _ in range(3)]
+        s.release(tokens, A)
+        assert all(s.was_issued(t) for t in tokens)
+        assert not s.was_issued(tokens[-1] % TOKENS + 1) and not s.was_issued((first + TOKENS // 2) % TOKENS)
+    assert not Residuals(10_000, 7).was_issued(8)

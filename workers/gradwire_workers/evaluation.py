@@ -35,7 +35,12 @@ def evaluate(
         derived = _from_residual(site, word, call, operands, residuals)
         if derived is not None:
             return derived
-        if site.accumulate or site.training or program.generation:
+        if (
+            site.accumulate
+            or site.training
+            or program.generation
+            or _is_of_a_former_life(program, call, residuals)
+        ):
             raise _lost(asks_for_operands=False)
     if any(x is None for x in operands):
         raise _lost(asks_for_operands=True)
@@ -78,6 +83,15 @@ def _from_rows(
         return None
     batch = residual.derive_rows(op, further[0][1], linear, np.asarray([row[1] for row in rows]))
     return None if batch is None else Evaluated(Result(batch))
+
+
+def _is_of_a_former_life(program: Program, call: Call, residuals: Residuals) -> bool:
+    """Whether a module's forward was made before the worker was restarted: its parameters were others then.
+
+    Token 0 stands for a forward that was never kept.
+    """
+    token = call.token[0][0] if type(call.token) is list and call.token else call.token
+    return program.is_module and bool(token) and not residuals.was_issued(token)
 
 
 def _lost(*, asks_for_operands: bool) -> ResidualLostError:

@@ -34,7 +34,7 @@ class Residuals:
 
     def __init__(self, limit: int, first: int) -> None:
         self._limit = limit
-        self._next = first % TOKENS
+        self._first = self._next = first % TOKENS
         self._fresh, self._pulled = _Shelf(), _Shelf()
         self.evicted = 0
 
@@ -55,6 +55,10 @@ class Residuals:
         self._fresh.put(token, kept, kept.residual.nbytes + OVERHEAD)
         self._evict()
         return token
+
+    def was_issued(self, token: int) -> bool:
+        """Whether a token can be one of this store's; one of a former incarnation's is not (but by a rare chance)."""
+        return 0 < (token - self._first) % TOKENS <= (self._next - self._first) % TOKENS
 
     def find(self, token: int, remote: int) -> Kept | None:
         """The kept forward of that token and remote, or None; it counts as used."""
