@@ -422,8 +422,10 @@ def _same(avals: Any) -> Any:
 
 
 def test_functional_refuses_what_it_cannot(module: RemoteModule) -> None:
-    with pytest.raises(UsageError, match="owned by the caller are not there yet"):
-        gradwire.jax.functional(module)
+    with pytest.raises(UsageError, match="owner is 'caller' or 'worker'"):
+        gradwire.jax.functional(module, owner="me")
+    with pytest.raises(UsageError, match="buffers='explicit' needs owner='caller'"):
+        gradwire.jax.functional(module, owner="worker", buffers="explicit")
     apply, _ = gradwire.jax.functional(module, owner="worker")
     for wrong in (DATA, jnp.zeros(1), 0, jnp.int32(0)):
         with pytest.raises(UsageError, match="must be the anchor"):

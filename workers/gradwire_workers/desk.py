@@ -100,7 +100,7 @@ class Desk:
         self._tethers: dict[int, tuple[Tether, Session | None]] = {}
         self._lanes: dict[int, tuple[Lane, Session]] = {}
         self._programs: dict[int, Program] = {}
-        self._state = ModuleState(engine)
+        self._state = ModuleState(engine, self._register)
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._interrupts = Interrupts()
         self._poller = sockets.Poller()
@@ -361,10 +361,14 @@ class Desk:
         if not callable(found):
             raise UsageError(f"{load.target} gave a {type(found).__name__}, which cannot be called")
         program = self._engine.program(found, is_module=is_module)
-        number = len(self._programs) + 1
-        self._programs[number] = program
+        number = self._register(program)
         facts = {"remote": number, "is_module": program.is_module, "training": program.training}
         return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
+
+    def _register(self, program: Program) -> int:
+        number = len(self._programs) + 1
+        self._programs[number] = program
+        return number
 
     def _change_state(self, session: Session, state: State, carriers: list[Carrier | None]) -> Reply:
         args, kwargs = fill_call(state.structure, _all_there(carriers))

@@ -114,6 +114,15 @@ class Program(Protocol):
     def optimizer(self, target: Any, kwargs: dict[str, Any]) -> Optimizer:
         """An optimizer made by calling ``target`` on the trainable parameters."""
 
+    def functional(self, buffers: bool) -> Program:
+        """The module as a function of its parameters, which come as an argument and so get gradients like any other.
+
+        Its target is called as ``(parameters, *args, **kwargs) -> result``, with ``parameters`` a dict by the names of
+        `parameters`: those that are not in it stay the module's own. Buffers stay in the module and move there.
+        With ``buffers`` they come and go instead: ``(parameters, buffers, *args, **kwargs) -> (result, buffers)``.
+        Mode and generation are the module's; the verbs about state act on the module.
+        """
+
 
 class Engine(Protocol):
     """The module-level names of a framework's file."""

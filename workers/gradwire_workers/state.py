@@ -12,10 +12,13 @@ __all__ = ["State"]
 
 
 class State:
-    """Keeps the optimizers, and does what it is told to a program."""
+    """Keeps the optimizers, and does what it is told to a program.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    register: takes a program under management and returns its number.
+    """
+
+    def __init__(self, engine: Any, register: Callable[[Program], int]) -> None:
+        self._engine, self._register = engine, register
         self._optimizers: dict[int, Optimizer] = {}
         self._verbs: dict[str, Callable[..., Any]] = {
             "train": lambda program, mode: program.train(mode),
@@ -26,6 +29,7 @@ class State:
             "state_dict": lambda program: program.state_dict(),
             "load_state_dict": self._load_state_dict,
             "grads": lambda program: program.grads(),
+            "functional": lambda program, buffers: self._register(program.functional(bool(buffers))),
             "optimizer": self._make_optimizer,
             "step": lambda program, number: self._optimizer(number).step(),
             "zero_grad": lambda program, number: self._optimizer(number).zero_grad(),

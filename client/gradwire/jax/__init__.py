@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradwire.families import family_of_call, is_leaf
+from gradwire.functional import Functional
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
@@ -108,19 +109,47 @@ def _call_now(handle: Handle, site: Site, arrays: Sequence[Any]) -> Any:
     return fill(outcome.structure, outcome.adopted(tensors.adopt))
 
 
-def functional(remote: Remote, owner: str = "caller") -> tuple[Callable[..., Any], Any]:
-    """A remote module as ``apply(anchor, *args, **kwargs)``, and the anchor to differentiate it by.
+def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -> tuple[Any, ...]:
+    """A remote module as a function of what trains it: ``apply, params = functional(net)``.
 
-    ``owner="worker"``: the worker owns the parameters. Each pullback that reaches the anchor adds to the module's
-    own gradients, which an optimizer of `Remote.optimizer` applies; the anchor is a float32 zero and its gradient
-    is zero. Train by ``jax.value_and_grad(loss, (0, 1))(head, anchor)`` or the like.
+    ``owner="caller"``: ``apply(params, *args, **kwargs)``, with ``params`` a dict of JAX arrays by the names of
+    `Remote.parameters`, for `jax.grad`, optax and the like. Buffers stay in the worker and move once for each call in
+    training mode. With ``buffers="explicit"`` it is ``apply, params, buffers = functional(net, buffers="explicit")`` and
+    ``result, buffers = apply(params, buffers, *args, **kwargs)``: the call changes nothing in the worker.
+
+    ``owner="worker"``: ``apply(anchor, *args, **kwargs)``, and the anchor to differentiate it by. The worker owns the
+    parameters. Each pullback that reaches the anchor adds to the module's own gradients, which an optimizer of
+    `Remote.optimizer` applies; the anchor is a float32 zero and its gradient is zero. Train by
+    ``jax.value_and_grad(loss, (0, 1))(head, anchor)`` or the like.
+
+    UsageError for a function. DtypeError for 64-bit parameters while JAX would narrow them.
     """
-    if owner != "worker":
+    if owner not in ("caller", "worker") or buffers not in ("worker", "explicit"):
         raise UsageError(
-            f"functional({remote!r}, owner={owner!r}): parameters owned by the caller are not there yet. With "
-            "owner='worker' the module is trained by an optimizer in its own process (Remote.optimizer)"
+            f"functional(owner={owner!r}, buffers={buffers!r}): owner is 'caller' or 'worker', buffers 'worker' or 'explicit'"
         )
+    if owner == "worker":
+        if buffers == "explicit":
+            raise UsageError(
+                "buffers='explicit' needs owner='caller': the worker owns all of the state or the caller does"
+            )
+        return _owned_by_worker(remote)
+    return _owned_by_caller(remote, buffers == "explicit")
 
+
+def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:
+    functional = Functional(remote, buffers=buffers)
+
+    def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
+        site, leaves = functional.flatten(params, args, kwargs)
+        family_of_call(leaves, site.structure, NAME)
+        return call(functional.handle, site, leaves)
+
+    own = remote.options(family=NAME)
+    return (apply, own.parameters(), own.buffers()) if buffers else (apply, own.parameters())
+
+
+def _owned_by_worker(remote: Remote) -> tuple[Callable[..., Any], Any]:
     def apply(anchor: Any, *args: Any, **kwargs: Any) -> Any:
         structure, leaves = flatten([list(args), kwargs], is_leaf)
         family_of_call(leaves, structure, NAME)

@@ -163,6 +163,9 @@ class Program:
     def optimizer(self, target: Any, kwargs: dict[str, Any]) -> Optimizer:
         _refuse("optimizer()")
 
+    def functional(self, buffers: bool) -> NoReturn:
+        _refuse("functional()")
+
 
 def _refuse(verb: str, instead: str = "keep the parameters yourself and pass them as arguments") -> NoReturn:
     raise UsageError(

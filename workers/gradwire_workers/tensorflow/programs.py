@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, NoReturn, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -112,6 +112,11 @@ class TensorFlowProgram:
     def optimizer(self, target: Any, kwargs: dict[str, Any]) -> TensorFlowOptimizer:
         self._module.check_state()
         return TensorFlowOptimizer(self, target, kwargs)
+
+    def functional(self, buffers: bool) -> NoReturn:
+        raise UsageError(
+            "functional(): a TensorFlow module keeps its parameters in its worker; train it there, by Remote.optimizer"
+        )
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from torch.func import functional_call
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
@@ -61,8 +62,16 @@ class TorchProgram:
         self._target = target
         self._uses_autograd = False
         self._measured: dict[Any, int] = {}
+        self._generation = 0
         self.is_module = self._module is not None
-        self.generation = 0
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._generation = number
 
     @property
     def training(self) -> bool | None:
@@ -182,6 +191,50 @@ class TorchProgram:
 
     def optimizer(self, target: Any, kwargs: dict[str, Any]) -> state.TorchOptimizer:
         return state.TorchOptimizer(self, self._state(), target, kwargs)
+
+    def functional(self, buffers: bool) -> TorchFunctional:
+        return TorchFunctional(self, buffers)
+
+
+class TorchFunctional(TorchProgram):
+    """A module as a function of its parameters. See `gradwire_workers.program.Program.functional`."""
+
+    def __init__(self, base: TorchProgram, buffers: bool) -> None:
+        self._base = base
+        super().__init__(base._state(), base._device or _CPU)
+        self._target = (_WithBuffers if buffers else _WithParameters)(base._state())
+
+    def trainable(self) -> list[Any]:
+        return []
+
+    @property
+    def generation(self) -> int:
+        return self._base.generation
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._base.generation = number
+
+
+class _WithParameters:
+    """``(parameters, *args, **kwargs) -> result``."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self._module, parameters, args, kwargs)
+
+
+class _WithBuffers:
+    """``(parameters, buffers, *args, **kwargs) -> (result, buffers)``."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        moved = {name: x.detach().clone() for name, x in buffers.items()}
+        return functional_call(self._module, {**parameters, **moved}, args, kwargs), moved
 
 
 def _result(site: WorkerSite, word: tuple[Any, ...], results: Sequence[Any], structure: bytes) -> Result:

@@ -1,0 +1,97 @@
+"""A remote module as a function of its parameters: the common ground of `gw.jax.functional`, `gw.torch.Module`, `gw.keras.Layer`.
+
+The worker is asked once for its module as a target that takes its parameters as its first argument
+(`FunctionalHandle`). From then on they are operands like any other: every transformation, order and framework
+that works for inputs works for parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.connection import Connection
+from gradwire.families import is_leaf
+from gradwire.handle import Handle
+from gradwire.remote import Remote
+from gradwire.site import Site
+from gradwire_wire import messages
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import fill, flatten
+
+__all__ = ["Functional", "FunctionalHandle"]
+
+
+class FunctionalHandle(Handle):
+    """The handle of a module's functional form. Loaded again with its module when the worker was restarted.
+
+    buffers: whether they come as the second argument and go back with the result, or stay in the worker.
+    """
+
+    def __init__(self, module: Handle, buffers: bool) -> None:
+        self._module, self._buffers = module, buffers
+        super().__init__(module._connect, "module", module._target, b"", [])
+
+    def _load(self, connection: Connection) -> None:
+        self._module._ready()
+        structure, _ = flatten([[self._buffers], {}], is_leaf)
+        reply, _ = connection.request(
+            lambda call_id, headers: messages.State(
+                call_id, self._module._remote, "functional", structure, headers
+            ),
+            [],
+            None,
+        )
+        self._remote = fill(reply.structure, [])
+        self._specs.clear()
+        self._loaded = connection
+
+    @property
+    def is_module(self) -> bool:
+        return True
+
+    @is_module.setter
+    def is_module(self, value: bool) -> None: ...
+
+    @property
+    def training(self) -> bool | None:
+        """The module's mode."""
+        return self._module.training
+
+    @training.setter
+    def training(self, value: bool | None) -> None: ...
+
+
+class Functional:
+    """What a face needs of a remote module whose parameters its caller owns.
+
+    buffers: whether they are explicit: an argument and a result of each call.
+    """
+
+    def __init__(self, remote: Remote, *, buffers: bool = False) -> None:
+        if not remote.handle.is_module:
+            raise UsageError(
+                f"{remote!r} is a function and has no parameters. Load a module with worker.module(...), from a "
+                "factory that returns one"
+            )
+        self.remote, self.has_explicit_buffers = remote, buffers
+        self.handle = FunctionalHandle(remote.handle, buffers)
+
+    def site(self, structure: bytes) -> Site:
+        """Everything fixed about a call whose argument tree is ``[[parameters, *args], kwargs]``.
+
+        With ``[[parameters, buffers, *args], kwargs]`` a call in training mode moves nothing in the worker: it is
+        stateful only by its random numbers, which a seed fixes.
+        """
+        remote = self.remote
+        moves = bool(remote.handle.training) and not (
+            self.has_explicit_buffers and remote._options.seed is not None
+        )
+        return remote._site(structure, stateful=moves)
+
+    def flatten(
+        self, parameters: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Site, list[Any]]:
+        """The site of this call, and its tensors: those of the parameters first."""
+        structure, leaves = flatten([[dict(parameters), *args], kwargs], is_leaf)
+        return self.site(structure), leaves
