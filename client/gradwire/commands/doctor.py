@@ -1,0 +1,141 @@
+"""``gradwire doctor``: what gradwire would meet on this machine, and what to do where that is less than it could be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire.lines import lanes_wanted
+from gradwire.surroundings import Interpreter, interpreters
+from gradwire_wire.budget import room_for
+from gradwire_wire.errors import MemoryExhaustedError
+from gradwire_wire.machine import read_memory
+from gradwire_wire.segments import Ledger, SharingUnavailableError
+
+__all__ = ["Finding", "add_parser", "findings", "run"]
+
+FEW_DESCRIPTORS = 4096
+LITTLE_MEMORY = 512 << 20
+
+
+class Finding(NamedTuple):
+    """``level``: ok, note (works, with less than it could) or problem (something will fail). ``remedy``: what to do."""
+
+    level: str
+    topic: str
+    text: str
+    remedy: str = ""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("doctor", help="look at this machine and say what to do about it")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print all findings; 1 if one of them is a problem."""
+    found = list(findings())
+    if arguments.json:
+        print(json.dumps([finding._asdict() for finding in found], indent=2))
+    else:
+        for finding in found:
+            print(f"{finding.level:8}{finding.topic:14}{finding.text}")
+            if finding.remedy:
+                print(f"{'':22}→ {finding.remedy}")
+    return 1 if any(finding.level == "problem" for finding in found) else 0
+
+
+def findings() -> Iterator[Finding]:
+    """All of them, in the order of what a newcomer needs first."""
+    yield _program()
+    yield from _interpreters()
+    yield _memory()
+    yield _sharing()
+    yield _lane()
+    yield _descriptors()
+
+
+def _program() -> Finding:
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    return Finding("ok", "this program", f"Python {platform.python_version()} at {sys.executable}; {system}")
+
+
+def _interpreters() -> Iterator[Finding]:
+    found = interpreters(Path.cwd(), os.environ)
+    yield from map(_interpreter, found)
+    if not any(one.frameworks and not one.missing for one in found):
+        yield Finding(
+            "note",
+            "interpreter",
+            "none of these has a framework and what a worker needs beside it",
+            'let gradwire build an environment, bridge.worker("torch", requirements=["torch"]), '
+            "or make one yourself and name its interpreter with python=",
+        )
+
+
+def _interpreter(one: Interpreter) -> Finding:
+    if one.problem:
+        return Finding("note", "interpreter", f"{one.path}: {one.problem}")
+    has = ", ".join(f"{name} {version}" for name, version in one.packages.items()) or "no package of interest"
+    text = f"{one.path} (Python {one.python}): {has}"
+    if tuple(map(int, one.python.split(".")[:2])) < (3, 9):
+        return Finding("note", "interpreter", text, "workers need Python 3.9 or newer")
+    if one.frameworks and one.missing:
+        install = f"{one.path} -m pip install {' '.join(one.missing)}"
+        return Finding("note", "interpreter", f"{text}; no {', '.join(one.missing)}", install)
+    return Finding("ok", "interpreter", text)
+
+
+def _memory() -> Finding:
+    room, why = room_for(read_memory(), None, 0)
+    text = f"{room / 2**30:.1f} GiB may be shared; what limits it: {why}"
+    if room < LITTLE_MEMORY:
+        return Finding("problem", "memory", text, "free memory, or raise that limit")
+    return Finding("ok", "memory", text)
+
+
+def _sharing() -> Finding:
+    try:
+        ledger = Ledger()
+        shared = ledger.is_shared
+        ledger.close()
+    except (SharingUnavailableError, MemoryExhaustedError, OSError) as error:
+        shared, why = False, str(error)
+    else:
+        why = "memory files (memfd) cannot be had here"
+    if shared:
+        return Finding("ok", "tensors", "cross in shared memory (memfd)")
+    return Finding(
+        "note",
+        "tensors",
+        f"cross inside messages, which copies them: {why}",
+        "in a container, allow the system call memfd_create",
+    )
+
+
+def _lane() -> Finding:
+    if lanes_wanted():
+        return Finding("ok", "calls", "go by lane (Unix sockets) within this machine")
+    return Finding(
+        "note", "calls", "go by ZeroMQ, which takes longer: GRADWIRE_LANE=zmq is set", "unset GRADWIRE_LANE"
+    )
+
+
+def _descriptors() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FEW_DESCRIPTORS:
+        return Finding(
+            "note", "open files", f"at most {hard} (hard limit)", f"raise it: ulimit -Hn {FEW_DESCRIPTORS}"
+        )
+    limit = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    return Finding(
+        "ok", "open files", f"up to {limit}; gradwire raises the soft limit itself where it needs to"
+    )
