@@ -7,14 +7,11 @@ what the user says with ``env=``. It is complete before the worker starts, so be
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
-__all__ = ["THREADS", "cleaned", "worker_environment"]
+from gradwire_wire.interpreters import cleaned
 
-# These tell a Python where its packages are, and the worker's is another one.
-_FOREIGN = ("PYTHON", "CONDA_", "_CONDA_", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "_PYI_")
-_FOREIGN_EXACT = {"PYENV_VERSION", "PYENV_DIR", "PYENV_VIRTUAL_ENV", "PIPENV_ACTIVE", "POETRY_ACTIVE", "_"}
+__all__ = ["THREADS", "worker_environment"]
 
 _ALWAYS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
@@ -41,27 +38,3 @@ def worker_environment(
         made.update(dict.fromkeys(_XLA_THREADS, str(threads)))
     made.update((name, value) for name, value in env.items() if value is not None)
     return {name: value for name, value in made.items() if env.get(name, value) is not None}
-
-
-def cleaned(base: Mapping[str, str], python: str) -> dict[str, str]:
-    """The caller's environment as the interpreter ``python`` may see it."""
-    kept = {
-        name: value
-        for name, value in base.items()
-        if not name.startswith(_FOREIGN) and name not in _FOREIGN_EXACT
-    }
-    if "PATH" in base:
-        kept["PATH"] = _path(base, python)
-    return kept
-
-
-def _path(base: Mapping[str, str], python: str) -> str:
-    """PATH without the caller's environment, and with the worker's own where it is one, as when activated."""
-    theirs = {os.path.join(base[name], "bin") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if base.get(name)}
-    folders = [folder for folder in base["PATH"].split(os.pathsep) if folder not in theirs]
-    prefix, name = os.path.split(os.path.dirname(python))
-    if name == "bin" and any(
-        os.path.exists(os.path.join(prefix, mark)) for mark in ("pyvenv.cfg", "conda-meta")
-    ):
-        folders = [os.path.join(prefix, "bin"), *folders]
-    return os.pathsep.join(folders)

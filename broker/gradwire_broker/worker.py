@@ -22,11 +22,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gradwire_broker.environment import THREADS, worker_environment
-from gradwire_broker.interpreters import NoInterpreter, find_interpreter
 from gradwire_broker.output import Tail
 from gradwire_broker.reports import End, end_of, ended_early, not_started, timed_out
 from gradwire_wire.control import Start
 from gradwire_wire.errors import ProtocolError
+from gradwire_wire.interpreters import NoInterpreter, find_interpreter
 from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnded, WorkerConfig, WorkerReady
 from gradwire_wire.process import DUMP_STACK, open_pidfd
 from gradwire_wire.spawn import Lent, shown, spawn

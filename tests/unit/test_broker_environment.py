@@ -10,7 +10,7 @@ import pytest
 
 from gradwire_broker import processors
 from gradwire_broker.environment import THREADS, worker_environment
-from gradwire_broker.interpreters import NoInterpreter, find_interpreter
+from gradwire_wire.interpreters import NoInterpreter, find_interpreter
 
 PLAIN = {"PATH": "/usr/bin:/bin", "HOME": "/home/me", "LANG": "C.UTF-8"}
 

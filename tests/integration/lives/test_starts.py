@@ -323,7 +323,7 @@ def test_a_script_that_stands_for_an_interpreter(worker: Callable[..., Any], tmp
 
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.8"])
 def test_r65_an_old_interpreter(worker: Callable[..., Any], version: str) -> None:
-    from gradwire_broker.interpreters import NoInterpreter, find_interpreter
+    from gradwire_wire.interpreters import NoInterpreter, find_interpreter
 
     try:
         find_interpreter(version, os.environ)

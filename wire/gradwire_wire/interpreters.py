@@ -1,4 +1,5 @@
-"""Which interpreter the user means: a path, a name on PATH, or a version."""
+"""Which interpreter the user means (a path, a name on PATH, a version), and what of our environment it may see. Pure,
+but for looking at files."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from collections.abc import Iterator, Mapping
 from glob import glob
 from pathlib import Path
 
-__all__ = ["NoInterpreter", "find_interpreter"]
+__all__ = ["NoInterpreter", "cleaned", "find_interpreter"]
+
+# These tell a Python where its packages are, and the one that is started is another one.
+_FOREIGN = ("PYTHON", "CONDA_", "_CONDA_", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "_PYI_")
+_FOREIGN_EXACT = {"PYENV_VERSION", "PYENV_DIR", "PYENV_VIRTUAL_ENV", "PIPENV_ACTIVE", "POETRY_ACTIVE", "_"}
 
 
 class NoInterpreter(Exception):
@@ -77,3 +82,27 @@ def _candidates(version: str, environment: Mapping[str, str]) -> Iterator[str]:
         yield from (
             str(Path(found, "bin", f"python{minor}")) for found in sorted(glob(pattern), reverse=True)
         )
+
+
+def cleaned(base: Mapping[str, str], python: str) -> dict[str, str]:
+    """The caller's environment as the interpreter ``python`` may see it."""
+    kept = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_EXACT
+    }
+    if "PATH" in base:
+        kept["PATH"] = _path(base, python)
+    return kept
+
+
+def _path(base: Mapping[str, str], python: str) -> str:
+    """PATH without the caller's environment, and with the worker's own where it is one, as when activated."""
+    theirs = {os.path.join(base[name], "bin") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if base.get(name)}
+    folders = [folder for folder in base["PATH"].split(os.pathsep) if folder not in theirs]
+    prefix, name = os.path.split(os.path.dirname(python))
+    if name == "bin" and any(
+        os.path.exists(os.path.join(prefix, mark)) for mark in ("pyvenv.cfg", "conda-meta")
+    ):
+        folders = [os.path.join(prefix, "bin"), *folders]
+    return os.pathsep.join(folders)
