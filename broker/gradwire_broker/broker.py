@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire_broker import clients, processors
-from gradwire_broker.reports import FRAMEWORKS, not_started
+from gradwire_broker.reports import not_started
 from gradwire_broker.worker import CannotLaunch, Place, Worker
 from gradwire_wire import control, sockets
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ProtocolError, UsageError
 from gradwire_wire.lifeline import Lifeline
 from gradwire_wire.process import open_pidfd
 from gradwire_wire.spawn import Lent
@@ -150,6 +150,9 @@ class Broker:
         except CannotLaunch as error:
             self._clients.send(client, control.NotStarted(order.request, str(error)))
             return
+        except UsageError as error:
+            self._clients.send(client, control.Denied(order.request, type(error).__name__, str(error)))
+            return
         except Exception as error:
             why = not_started(
                 order.name or order.framework, order.framework, f"{type(error).__name__}: {error}"
@@ -165,13 +168,11 @@ class Broker:
     def _launch(self, client: bytes, order: control.Start) -> Worker:
         names = {worker.place.name for worker in self._workers.values()}
         name = order.name or _free_name(order.framework, names)
-        if order.framework not in FRAMEWORKS:
-            why = f"there is no framework of that name; there are {', '.join(FRAMEWORKS)}"
-            raise CannotLaunch(not_started(name, order.framework, why))
+        if order.framework not in control.FRAMEWORKS:
+            there_are = ", ".join(control.FRAMEWORKS)
+            raise UsageError(f"there is no framework {order.framework!r}; there are {there_are}")
         if name in names:
-            raise CannotLaunch(
-                not_started(name, order.framework, "a worker of that name is running; choose another")
-            )
+            raise UsageError(f"there is a worker {name!r} already; give another name=")
         if self._over:
             raise CannotLaunch(not_started(name, order.framework, "the broker is ending"))
         base = dict(os.environ) if order.base is None else _decoded(order.base)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-__all__ = ["FRAMEWORKS", "End", "end_of", "not_started", "timed_out"]
-
-FRAMEWORKS = ("torch", "tensorflow", "jax", "numpy")
+__all__ = ["End", "end_of", "not_started", "timed_out"]
 
 _HINTS = {
     "SIGKILL": "Something killed it; the kernel does when memory runs out (the system's log tells).",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gradwire.broker_link import BrokerLink, WorkerSpec
+from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
+from gradwire.orders import checked_framework, checked_spec
 from gradwire.worker import Worker
 from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
 from gradwire_wire.exchange import Memory
@@ -37,6 +39,8 @@ class Bridge:
         self._link, self._pid = link, os.getpid()
         self._memory = Memory(max_shared_bytes)
         self._workers: dict[str, Worker] = {}
+        self._starting: set[str] = set()  # names that are given away, of workers that are not there yet
+        self._naming = threading.Lock()
         self._closed = False
         link.every_second(self._every_second)
 
@@ -47,7 +51,7 @@ class Bridge:
         name: str | None = None,
         python: str | os.PathLike[str] | None = None,
         requirements: Sequence[str] | None = None,
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
         path: Sequence[str | os.PathLike[str]] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         threads: int | None = None,
@@ -58,37 +62,45 @@ class Bridge:
         """Start a worker: its own process, interpreter and packages. Returns once it is ready.
 
         framework: "torch", "tensorflow", "jax" or "numpy". python: the interpreter of its environment
-        (default: this one). env: wins over everything gradwire sets. path: folders where targets are
+        (default: this one). env: wins over everything gradwire sets; None removes a variable. path: folders where targets are
         looked for (default: the working directory). threads: of its framework (default: its share of the cores).
-        x64: JAX's 64-bit mode. Raises WorkerStartError with command line, exit code and last output.
+        x64: JAX's 64-bit mode. Raises UsageError where it cannot be had as asked for, WorkerStartError with
+        command line, exit code and last output.
         """
         self._check_usable()
         if requirements is not None:
             raise UsageError(
                 "requirements=... is not in this version: make the environment yourself and name its python="
             )
-        chosen = name or self._free_name(framework)
-        if chosen in self._workers and self._workers[chosen].alive:
-            raise UsageError(f"there is a worker {chosen!r} already; give another name=")
-        folders = [os.path.abspath(os.fspath(p)) for p in (path if path is not None else [os.getcwd()])]
-        spec = WorkerSpec(
-            framework=framework,
-            name=chosen,
-            python=None if python is None else os.fspath(python),
-            env={str(k): str(v) for k, v in (env or {}).items()},
-            path=folders,
-            cwd=os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd(),
-            threads=threads,
-            x64=x64,
-            device=device,
-            start_timeout=start_timeout,
-        )
-        made = self._workers[chosen] = Worker(self._link, self._memory, spec)
+        chosen = self._take_name(checked_framework(framework), name)
+        try:
+            spec = checked_spec(
+                framework,
+                chosen,
+                python=python,
+                env=env,
+                path=path,
+                cwd=cwd,
+                threads=threads,
+                x64=x64,
+                device=device,
+                start_timeout=start_timeout,
+            )
+            made = self._workers[chosen] = Worker(self._link, self._memory, spec)
+        finally:
+            self._starting.discard(chosen)
         return made
 
-    def _free_name(self, framework: str) -> str:
-        names = [framework, *(f"{framework}-{i}" for i in range(2, len(self._workers) + 3))]
-        return next(n for n in names if n not in self._workers or not self._workers[n].alive)
+    def _take_name(self, framework: str, name: str | None) -> str:
+        """The name, or one that is free; it is taken until a worker has it or `_starting` forgets it."""
+        with self._naming:
+            taken = self._starting | {n for n, worker in self._workers.items() if worker.alive}
+            if name in taken:
+                raise UsageError(f"there is a worker {name!r} already; give another name=")
+            numbered = (f"{framework}-{i}" for i in range(2, len(taken) + 3))
+            chosen = next(n for n in (framework, *numbered) if n not in taken) if name is None else name
+            self._starting.add(chosen)
+            return chosen
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():

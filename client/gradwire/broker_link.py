@@ -34,7 +34,14 @@ from gradwire.orphans import end_orphans
 from gradwire.private_broker import PrivateBroker
 from gradwire.worker_output import Screen
 from gradwire_wire import control, errors, sockets
-from gradwire_wire.errors import ClosedError, ConnectError, DeadlineError, ForkedError, WorkerStartError
+from gradwire_wire.errors import (
+    ClosedError,
+    ConnectError,
+    DeadlineError,
+    ForkedError,
+    UsageError,
+    WorkerStartError,
+)
 
 __all__ = ["BrokerLink", "Death", "WorkerFacts", "WorkerSpec"]
 
@@ -44,6 +51,9 @@ PATIENCE_S = 10.0  # beyond a deadline that the broker keeps, before the broker 
 FIRST_PROGRESS_S, NEXT_PROGRESS_S = 5.0, 10.0
 DEATHS_KEPT = 1024
 LAST_MESSAGES_MS = 20  # what the broker said before it ended may still be on its way
+
+
+Answer = control.Started | control.NotStarted | control.Denied
 
 
 class WorkerSpec(NamedTuple):
@@ -94,7 +104,7 @@ class BrokerLink:
         self._attached = False
         self._refusal: control.Refused | None = None
         self._asked: set[int] = set()
-        self._answers: dict[int, control.Started | control.NotStarted] = {}
+        self._answers: dict[int, Answer] = {}
         self._doing: dict[int, str] = {}
         self._living: dict[bytes, control.Started] = {}
         self._deaths: dict[bytes, Death] = {}
@@ -142,8 +152,8 @@ class BrokerLink:
     def start_worker(self, spec: WorkerSpec) -> WorkerFacts:
         """Start a worker and wait until it is ready; says on stderr how far it is where that takes long.
 
-        Raises WorkerStartError: why, the command line, how it ended, its last output. An interrupted wait
-        ends the worker.
+        Raises WorkerStartError: why, the command line, how it ended, its last output; UsageError where it cannot
+        be had as asked for (its name is taken). An interrupted wait ends the worker.
         """
         self._check_usable()
         request = next(self._requests)
@@ -159,9 +169,11 @@ class BrokerLink:
             self._forget(request)
         if isinstance(answer, control.NotStarted):
             raise WorkerStartError(answer.message)
+        if isinstance(answer, control.Denied):
+            raise getattr(errors, answer.kind, UsageError)(answer.message)
         return WorkerFacts(*answer[1:])
 
-    def _wait_started(self, request: int, spec: WorkerSpec) -> control.Started | control.NotStarted:
+    def _wait_started(self, request: int, spec: WorkerSpec) -> Answer:
         start = time.monotonic()
         progress_s = FIRST_PROGRESS_S
         while (past := time.monotonic() - start) < spec.start_timeout + PATIENCE_S:
@@ -380,7 +392,7 @@ class BrokerLink:
         elif message.request in self._asked:
             self._learn_of_start(message)
 
-    def _learn_of_start(self, message: control.Starting | control.Started | control.NotStarted) -> None:
+    def _learn_of_start(self, message: control.Starting | Answer) -> None:
         if isinstance(message, control.Starting):
             self._doing[message.request] = message.doing
             return

@@ -155,6 +155,7 @@ EXAMPLES = [
     control.NotStarted(1, "worker 'enc' (torch) did not start"),
     control.Died(ID, None, "SIGKILL", "last words é", "python -s"),
     control.Output("enc", "✓\n", 7000),
+    control.Denied(1, "UsageError", "there is a worker 'enc' already"),
 ]
 
 

@@ -4,7 +4,7 @@ One frame per message, a msgpack array (see `vocabulary`), over a DEALER at the 
 Calls do not come this way: they go straight from client to worker.
 
 The conversation. A client attaches first, with the token; whatever it says before is ignored. Every Start
-is answered by any number of Starting and then one of Started and NotStarted, in that order. Every worker
+is answered by any number of Starting and then one of Started, NotStarted and Denied, in that order. Every worker
 that started ends in exactly one Died, told to all clients, whoever stopped or killed it; a Stop for a worker
 that is gone is answered by its Died again. Output flows while the client says that it has heard the earlier
 output; what nobody hears is bounded by the broker, and never holds up anything else.
@@ -20,11 +20,13 @@ from gradwire_wire.errors import ProtocolError
 from gradwire_wire.vocabulary import Vocabulary
 
 __all__ = [
+    "FRAMEWORKS",
     "MAX_MESSAGE",
     "PROTOCOL",
     "Attach",
     "Attached",
     "Cancel",
+    "Denied",
     "Died",
     "Heard",
     "Interrupt",
@@ -41,6 +43,8 @@ __all__ = [
 ]
 
 PROTOCOL = 1
+FRAMEWORKS = ("torch", "tensorflow", "jax", "numpy")
+"""What a worker can be a worker of."""
 MAX_MESSAGE = 16 << 20
 
 
@@ -146,6 +150,14 @@ class NotStarted(NamedTuple):
     message: str
 
 
+class Denied(NamedTuple):
+    """Broker: that start cannot be made as it was asked for: the error class, and what to ask for instead."""
+
+    request: int
+    kind: str
+    message: str
+
+
 class Died(NamedTuple):
     """Broker: that worker ended, by an exit code or by a signal. ``output``: its last lines."""
 
@@ -173,6 +185,7 @@ _VOCABULARY = Vocabulary(
     {
         **{1: Attach, 2: Start, 3: Cancel, 4: Interrupt, 5: Stop, 6: Heard, 7: ShutDown},
         **{16: Attached, 17: Refused, 18: Starting, 19: Started, 20: NotStarted, 21: Died, 22: Output},
+        **{23: Denied},
     }
 )
 KINDS = _VOCABULARY.kinds

@@ -1,0 +1,121 @@
+"""What is asked of `Bridge.worker`, checked before a byte is sent."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwire.broker_link import WorkerSpec
+from gradwire_wire.control import FRAMEWORKS
+from gradwire_wire.errors import UsageError
+
+__all__ = ["checked_framework", "checked_python", "checked_spec"]
+
+
+def checked_spec(
+    framework: str,
+    name: str,
+    *,
+    python: str | os.PathLike[str] | None,
+    env: Mapping[str, Any] | None,
+    path: Sequence[str | os.PathLike[str]] | None,
+    cwd: str | os.PathLike[str] | None,
+    threads: int | None,
+    x64: bool | None,
+    device: str | None,
+    start_timeout: float,
+) -> WorkerSpec:
+    """The order for the broker, its paths absolute. Raises UsageError, which says what to write instead."""
+    return WorkerSpec(
+        framework=checked_framework(framework),
+        name=_name(name),
+        python=checked_python(python),
+        env=_env(env or {}),
+        path=_folders(path),
+        cwd=os.path.abspath(_path("cwd", cwd)) if cwd is not None else os.getcwd(),
+        threads=_threads(threads),
+        x64=_of_type("x64", x64, bool, "True, False or None"),
+        device=_of_type("device", device, str, "a text such as 'cpu' or 'cuda:0'"),
+        start_timeout=_seconds(start_timeout),
+    )
+
+
+def checked_framework(framework: str) -> str:
+    """A framework that there is."""
+    if framework not in FRAMEWORKS:
+        raise UsageError(f"there is no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
+    return framework
+
+
+def checked_python(python: str | os.PathLike[str] | None) -> str | None:
+    """A path, name or version as text, or None."""
+    if isinstance(python, (int, float)):
+        raise UsageError(
+            f"python={python!r} is a number, and 3.10 and 3.1 are the same one: write it as text"
+        )
+    return None if python is None else _path("python", python)
+
+
+def _name(name: str) -> str:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UsageError(f"name={name!r}: a worker's name is a text that can be printed")
+    return name
+
+
+def _env(env: Mapping[str, Any]) -> dict[str, str | None]:
+    """None removes a variable; numbers are written as text."""
+    if not isinstance(env, Mapping):
+        raise UsageError(f"env={env!r}: give the variables as a dict")
+    return {_variable(name): _value(name, value) for name, value in env.items()}
+
+
+def _variable(name: Any) -> str:
+    if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+        raise UsageError(f"env has {name!r}, which cannot be the name of an environment variable")
+    return name
+
+
+def _value(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+        raise UsageError(f"env[{name!r}] is {value!r}: give text, a number, or None to remove the variable")
+    text = str(os.fspath(value)) if isinstance(value, os.PathLike) else str(value)
+    if "\0" in text:
+        raise UsageError(f"env[{name!r}] has a zero character, which no environment variable can hold")
+    return text
+
+
+def _folders(path: Sequence[str | os.PathLike[str]] | None) -> list[str]:
+    if path is None:
+        return [os.getcwd()]
+    if isinstance(path, (str, bytes, os.PathLike)):
+        raise UsageError(f"path={path!r} is one folder: give a list of folders, [{path!r}]")
+    return [os.path.abspath(_path("path", folder)) for folder in path]
+
+
+def _path(argument: str, path: Any) -> str:
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise UsageError(f"{argument}={path!r} is not a path")
+    return os.path.expanduser(str(os.fspath(path)))
+
+
+def _threads(threads: int | None) -> int | None:
+    if threads is None or (type(threads) is int and threads > 0):
+        return threads
+    raise UsageError(f"threads={threads!r}: give a number of 1 or more, or None for the worker's share")
+
+
+def _of_type(argument: str, value: Any, kind: type, expected: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise UsageError(f"{argument}={value!r}: give {expected}")
+    return value
+
+
+def _seconds(start_timeout: float) -> float:
+    number = isinstance(start_timeout, (int, float)) and not isinstance(start_timeout, bool)
+    if not number or not math.isfinite(start_timeout) or start_timeout <= 0:
+        raise UsageError(f"start_timeout={start_timeout!r}: give a number of seconds")
+    return float(start_timeout)
