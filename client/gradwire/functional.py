@@ -85,13 +85,13 @@ class Functional:
         """
         remote = self.remote
         moves = bool(remote.handle.training) and not (
-            self.has_explicit_buffers and remote._options.seed is not None
+            self.has_explicit_buffers and remote._options.seed is not None  # traced or not
         )
         return remote._site(structure, stateful=moves)
 
     def flatten(
         self, parameters: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Site, list[Any]]:
-        """The site of this call, and its tensors: those of the parameters first."""
+        """The site of this call, and its operands: those of the parameters first (after a traced seed)."""
         structure, leaves = flatten([[dict(parameters), *args], kwargs], is_leaf)
-        return self.site(structure), leaves
+        return self.site(structure), [*self.remote.seed_operand, *leaves]

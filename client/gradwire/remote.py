@@ -7,6 +7,7 @@ family's face make the call a node of its own autodiff. All ways lead to `Handle
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
@@ -54,7 +55,7 @@ class Options:
     """What `Remote.options` sets; never mixed with the function's own keywords."""
 
     timeout: float | None = None
-    seed: int | None = None
+    seed: Any = None
     residuals: str = "keep"
     compile: bool | str = "auto"
     vmap: str = "batch"
@@ -65,11 +66,17 @@ class Options:
         number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
         if self.timeout is not None and not (number and self.timeout > 0):
             raise UsageError(f"timeout must be a positive number of seconds or None, not {self.timeout!r}")
-        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**63):
+        is_number = isinstance(self.seed, int) and 0 <= self.seed < 2**63
+        if not (self.seed is None or self.is_seed_traced or is_number):
             raise UsageError(f"seed must be an integer from 0 to 2**63 - 1 or None, not {self.seed!r}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
+
+    @property
+    def is_seed_traced(self) -> bool:
+        """Whether the seed is a scalar of a program being traced: an operand of the call rather than part of its site."""
+        return family_of(self.seed) != ""
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -102,10 +109,13 @@ class Remote:
         if compiling is not None:
             return compiling.traced(self, args, kwargs)
         structure, leaves = self._flatten(args, kwargs)
-        face = face_named(family_of_call(leaves, structure, self._options.family))
+        options = self._options
+        face = face_named(
+            family_of_call(leaves, structure, options.family or ("jax" if options.is_seed_traced else None))
+        )
         site = self._plain_site(structure, self.handle.is_module and face.ACCUMULATES)
         try:
-            return face.call(self.handle, site, leaves)
+            return face.call(self.handle, site, [*self.seed_operand, *leaves] if site.seeded else leaves)
         except (UnsupportedTensorError, DtypeError) as error:
             refused = naming(error, leaves, structure)
         raise refused
@@ -138,7 +148,7 @@ class Remote:
         Arguments may be tensors or `ShapeDtype`. UsageError where the shape depends on values.
         """
         structure, leaves = flatten([list(args), kwargs], lambda x: isinstance(x, ShapeDtype) or is_leaf(x))
-        result = self.handle.spec(self._site(structure), tuple(_aval_of(x) for x in leaves))
+        result = self.handle.spec(self._site(structure, seeded=False), tuple(_aval_of(x) for x in leaves))
         return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -155,7 +165,7 @@ class Remote:
     def options(self, **changes: Any) -> Remote:
         """A new proxy of the same remote thing.
 
-        timeout: seconds a call may take. seed: makes calls reproducible. residuals: "keep", or "recompute" the
+        timeout: seconds a call may take. seed: makes calls reproducible (in JAX also one that is traced, or a key). residuals: "keep", or "recompute" the
         forward at the pullback. compile: "auto", True, False. vmap: "batch" or "sequential". out_spec: result tree of
         `ShapeDtype`, where it cannot be found out. family: the result's, where no argument tells it.
         """
@@ -163,6 +173,8 @@ class Remote:
         unknown = sorted(set(changes) - set(known))
         if unknown:
             raise UsageError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+        if family_of(changes.get("seed")):
+            changes["seed"] = _seed(changes["seed"])
         return Remote(self.handle, self._background, replace(self._options, **changes))
 
     # -- state -----------------------------------------------------------------------------------
@@ -215,6 +227,11 @@ class Remote:
         adopt = tensors_named(self._options.family or "numpy").adopt
         return fill(tree, [adopt(c) for c in carriers])
 
+    @property
+    def seed_operand(self) -> list[Any]:
+        """The seed as an operand of the call, before the target's own; empty unless it is traced."""
+        return [self._options.seed] if self._options.is_seed_traced else []
+
     # -- how a call is described -----------------------------------------------------------------
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[Any]]:
@@ -227,7 +244,8 @@ class Remote:
         settings: dict[str, Any] = {
             "training": handle.training,
             "stateful": bool(handle.training),
-            "seed": options.seed,
+            "seed": None if options.is_seed_traced else options.seed,
+            "seeded": options.is_seed_traced,
             "compile": None if options.compile == "auto" else bool(options.compile),
             "timeout_s": options.timeout,
             "residuals": options.residuals,
@@ -249,6 +267,10 @@ class Remote:
     def _exported(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any
     ) -> tuple[Site, str, list[Carrier]]:
+        if self._options.is_seed_traced:
+            raise UsageError(
+                "vjp() and jvp() take a seed that is a number; a traced one goes with a plain call under jit"
+            )
         structure, leaves = self._flatten(args, kwargs)
         family = family_of_call(leaves, structure, self._options.family)
         return self._site(structure, **overrides), family, exported(leaves, structure)
@@ -267,6 +289,20 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
         self._change("zero_grad", self._number)
+
+
+def _seed(x: Any) -> Any:
+    """A seed that is a tensor: its number, or itself where a JAX program is being traced."""
+    family = family_of(x)
+    if family == "jax":
+        return face_named("jax").seed(x)  # type: ignore[attr-defined]
+    try:
+        return operator.index(x.item() if hasattr(x, "item") else x)
+    except Exception as error:
+        raise UsageError(
+            f"seed must be an integer, and of {family} one whose value is known: {error}. Under jit a seed may be "
+            "traced in JAX programs only"
+        ) from None
 
 
 def _aval_of(x: Any) -> Aval:

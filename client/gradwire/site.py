@@ -22,6 +22,7 @@ class Site:
     training: the module's mode as the caller knows it, checked by the worker; None for functions.
     accumulate: pullbacks add to the module's own, worker-owned gradients.
     anchored: operand 0 is the anchor, a float32 scalar that the target never sees; its gradient is 0.
+    seeded: the operand before the first of the target's own (after the anchor) is the seed.
     stateful: must happen exactly as often and in the order written.
     """
 
@@ -31,6 +32,7 @@ class Site:
     anchored: bool = False
     stateful: bool = False
     seed: int | None = None
+    seeded: bool = False
     compile: bool | None = None
     timeout_s: float | None = None
     residuals: str = "keep"
@@ -38,9 +40,18 @@ class Site:
     out_spec: SpecResult | None = None
 
     @property
+    def hidden(self) -> list[str]:
+        """For messages: the operands before the target's own."""
+        return ["the anchor"] * self.anchored + ["the seed"] * self.seeded
+
+    @property
     def flags(self) -> int:
         """The flags of the messages this site sends."""
-        flags = messages.ACCUMULATE * self.accumulate | messages.ANCHORED * self.anchored
+        flags = (
+            messages.ACCUMULATE * self.accumulate
+            | messages.ANCHORED * self.anchored
+            | messages.SEEDED * self.seeded
+        )
         return (
             flags if self.compile is None else flags | (messages.TRACED if self.compile else messages.EAGER)
         )

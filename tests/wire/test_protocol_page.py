@@ -179,7 +179,7 @@ def test_limits() -> None:
 def test_flags() -> None:
     calls, tensors = (rows(part, "flag") for part in (PAGE, PAGE[PAGE.index("## 8.") :]))
     assert {name: int(value) for name, value, _ in calls} == {
-        name: getattr(messages, name) for name in ("ACCUMULATE", "ANCHORED", "EAGER", "TRACED")
+        name: getattr(messages, name) for name in ("ACCUMULATE", "ANCHORED", "EAGER", "TRACED", "SEEDED")
     }
     assert {name: int(value) for name, value, _ in tensors} == {
         name: getattr(headers, name) for name in ("READ_ONLY", "IS_COPIED")
@@ -229,7 +229,7 @@ def test_verbs() -> None:
     from gradwire_workers.state import State
 
     (line,) = re.findall(r"^Verbs: (.*)\.$", PAGE, flags=re.M)
-    assert re.findall(r"`(\w+)`", line) == list(State(None)._verbs)
+    assert re.findall(r"`(\w+)`", line) == list(State(None, lambda program: 0)._verbs)
 
 
 def test_the_version_is_in_the_title_and_has_golden_bytes() -> None:

@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Callable, Sequence, Tuple
 
 from gradwire_wire.carriers import Aval
-from gradwire_wire.errors import ProtocolError, shown
+from gradwire_wire.errors import ProtocolError, UsageError, shown
 
-__all__ = ["Word", "checked_word", "linear_count", "result_avals"]
+__all__ = ["Word", "checked_word", "linear_count", "result_avals", "without_operand"]
 
 Op = Tuple  # ('J', wrt) | ('T', wrt, m) | ('V', axes)
 Word = Tuple[Op, ...]
@@ -58,6 +58,24 @@ def result_avals(
     (size,) = sizes.pop()
     rows = [Aval(a.shape[1:], a.dtype) if mapped else a for a, mapped in zip(avals, op[1])]
     return [Aval((size, *a.shape), a.dtype) for a in result_avals(word[:-1], rows, base)]
+
+
+def without_operand(word: Word, at: int) -> Word:
+    """The same derived function, of an F that does not have its operand ``at``.
+
+    UsageError where a batch axis runs over it; it must be one that nothing is differentiated by.
+    """
+    return tuple(_op_without(op, at) for op in word)
+
+
+def _op_without(op: Op, at: int) -> Op:
+    if op[0] == "V":
+        if op[1][at]:
+            raise UsageError("a batch cannot have a seed for each row; make a call for each row")
+        return ("V", op[1][:at] + op[1][at + 1 :])
+    if at in op[1]:
+        raise ProtocolError(f"operation {shown(op)} is about an operand that has no derivative")
+    return (op[0], tuple(i - (i > at) for i in op[1]), *op[2:])
 
 
 def _is_indices(x: object) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import os
 import time
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
@@ -46,7 +47,7 @@ from gradwire_wire.segments import Ledger, read_memory
 from gradwire_wire.sockets import Addressee
 from gradwire_wire.structures import MAX_CACHED, fill_call, flatten, leaf_paths
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
-from gradwire_wire.words import checked_word
+from gradwire_wire.words import Word, checked_word, without_operand
 from gradwire_workers import faults
 from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
@@ -297,6 +298,8 @@ class Desk:
             )
         site = _site_of(call, program)
         word = checked_word(call.word, len(call.headers))
+        if _is_seeded(call):
+            word, site = _take_seed(call, word, site, carriers)
         operands = self._operands(call, carriers)
         start = time.perf_counter_ns()
         try:
@@ -334,6 +337,8 @@ class Desk:
         program = self._program(spec.remote)
         site = _site_of(spec, program)
         avals = [_aval_of(raw) for raw in spec.avals]
+        if _is_seeded(spec):
+            del avals[_seed_place(spec, len(avals))]
         try:
             results, structure = program.spec(site, avals)
         except DtypeError:
@@ -388,9 +393,33 @@ class Desk:
 
 def _name_of_operand(call: Call | Spec, index: int) -> str:
     """For messages: what the caller wrote there, such as ``args[0]['x']``."""
-    anchor = ["the anchor"] if call.flags & messages.ANCHORED else []
-    names = [*anchor, *leaf_paths(call.structure)]
+    hidden = ["the anchor"] * bool(call.flags & messages.ANCHORED) + ["the seed"] * _is_seeded(call)
+    names = [*hidden, *leaf_paths(call.structure)]
     return names[index] if index < len(names) else f"(co)tangent {index - len(names)}"
+
+
+def _is_seeded(message: Call | Spec) -> bool:
+    return bool(message.flags & messages.SEEDED)
+
+
+def _seed_place(message: Call | Spec, operands: int) -> int:
+    place = 1 if message.flags & messages.ANCHORED else 0
+    if place >= operands:
+        raise ProtocolError("the seed is missing from the operands")
+    return place
+
+
+def _take_seed(
+    call: Call, word: Word, site: WorkerSite, carriers: list[Carrier | None]
+) -> tuple[Word, WorkerSite]:
+    """The call without the seed among its operands (which is taken out of them), but in its site."""
+    place = _seed_place(call, len(carriers))
+    carrier = carriers.pop(place)
+    if carrier is None:  # left out like every operand that a kept forward makes needless
+        return without_operand(word, place), site
+    if carrier.array.shape != () or carrier.array.dtype.kind not in "iu" or carrier.array < 0:
+        raise UsageError(f"a seed must be a natural number, a scalar; this is {carrier.array!r:.80}")
+    return without_operand(word, place), replace(site, seed=int(carrier.array))
 
 
 def _by_memory(session: Session, call_id: int, frames: Sequence[bytes]) -> bytes:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gradwire.handle import Handle
     from gradwire.remote import Remote
 
-__all__ = ["ACCUMULATES", "NAME", "barrier", "call", "functional"]
+__all__ = ["ACCUMULATES", "NAME", "barrier", "call", "functional", "seed"]
 
 NAME = "jax"
 ACCUMULATES = False  # a JAX function has no hidden effects: `functional` is how a module is trained
@@ -84,7 +84,7 @@ def _operand(x: Any, i: int, site: Site) -> tuple[Any, Aval]:
         aval = numpy_tensors.aval(x)
         return np.array(x, tensors.element_type(aval.dtype)), aval  # a copy: JAX may keep it as a constant
     except (DtypeError, UnsupportedTensorError) as error:
-        names = [*(["the anchor"] if site.anchored else []), *leaf_paths(site.structure)]
+        names = [*site.hidden, *leaf_paths(site.structure)]
         raise type(error)(f"{names[i]}: {error}") from None
 
 
@@ -107,6 +107,18 @@ def _call_now(handle: Handle, site: Site, arrays: Sequence[Any]) -> Any:
         barrier()
     outcome = handle.invoke(site, (), [tensors.export(x) for x in arrays])
     return fill(outcome.structure, outcome.adopted(tensors.adopt))
+
+
+def seed(x: Any) -> Any:
+    """A seed as `Remote.options` takes it: an int, or inside a traced program the scalar that will be one.
+
+    x: an integer scalar or a PRNG key (typed, or two words), of which 31 bits are taken. UsageError for others.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.shape == (2,) and x.dtype == np.uint32):
+        x = jax.random.bits(x, (), np.uint32) >> 1
+    if x.shape != () or not jnp.issubdtype(x.dtype, np.integer):
+        raise UsageError(f"a seed must be an integer scalar or one PRNG key, not {x!r:.80}")
+    return x if isinstance(x, jax.core.Tracer) else int(x)
 
 
 def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -> tuple[Any, ...]:
@@ -154,7 +166,7 @@ def _owned_by_worker(remote: Remote) -> tuple[Callable[..., Any], Any]:
         structure, leaves = flatten([list(args), kwargs], is_leaf)
         family_of_call(leaves, structure, NAME)
         site = remote._site(structure, accumulate=True, anchored=True, stateful=True)
-        return call(remote.handle, site, [_checked_anchor(anchor), *leaves])
+        return call(remote.handle, site, [_checked_anchor(anchor), *remote.seed_operand, *leaves])
 
     return apply, jnp.float32(0)
 

@@ -174,7 +174,11 @@ ad.primitive_transposes[primitive] = _transpose
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, derived: Derived) -> tuple[list[Any], list[Any]]:
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     mapped = [d is not None for d in dims]
-    if derived.site.vmap == "sequential" or (derived.site.stateful and not derived.moves_state):
+    if (
+        derived.site.vmap == "sequential"
+        or _has_seeds(derived, mapped)
+        or (derived.site.stateful and not derived.moves_state)
+    ):
         return _row_by_row(args, mapped, derived)
     if derived.moves_state:
         raise UsageError(
@@ -195,6 +199,11 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, derived: Derived) -> tup
         return results, [0] * len(results)
     results, own = _bind_without_keeping(replace(derived, word=(*derived.word, op)), token, operands)
     return results, [0] * own + [None] * (len(results) - own)
+
+
+def _has_seeds(derived: Derived, mapped: Sequence[bool]) -> bool:
+    """Whether each row has a seed of its own."""
+    return derived.site.seeded and mapped[(derived.token_ops is not None) + derived.site.anchored]
 
 
 def _bind_without_keeping(derived: Derived, token: Any, operands: list[Any]) -> tuple[list[Any], int]:
