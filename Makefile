@@ -19,7 +19,7 @@ MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
 # pytest runs this many processes; each test file runs whole in one of them
 PROCESSES ?= 2
 
-.PHONY: help setup demo test check lint bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo
+.PHONY: help setup demo test check lint bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -29,13 +29,14 @@ help:
 # `requirements` follows environments/NAME.txt (a change rebuilds from nothing, so that nothing is left over);
 # `project` follows pyproject.toml (gradwire is installed editable: its sources need no reinstall).
 
-setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo
+setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
 
 .venv:            .venv/.stamp-project
 .envs/demo:       .envs/demo/.stamp-project
 .envs/torch:      .envs/torch/.stamp-requirements
 .envs/tensorflow: .envs/tensorflow/.stamp-requirements
 .envs/jax:        .envs/jax/.stamp-requirements
+.envs/sentences:  .envs/sentences/.stamp-requirements
 
 .venv/.stamp-requirements: environments/dev.txt
 	$(call build_environment,.venv,$<)

@@ -59,6 +59,18 @@ def jax_python() -> Path:
     return _environment_python("jax")
 
 
+@pytest.fixture(scope="session")
+def sentences_python() -> Path:
+    """The interpreter of the environment that has the sentence encoder of examples/sentences."""
+    return _environment_python("sentences")
+
+
+@pytest.fixture(scope="session")
+def demo_python() -> Path:
+    """The interpreter of the environment that has gradwire and JAX, for programs of users."""
+    return _environment_python("demo")
+
+
 # ---- Nothing stays behind ------------------------------------------------------------------------------------------
 
 LEAVING_S = 5.0  # DESIGN: after the owner is gone, nothing remains after this long
