@@ -77,6 +77,10 @@ class Functional:
         self.remote, self.has_explicit_buffers = remote, buffers
         self.handle = FunctionalHandle(remote.handle, buffers)
 
+    def frozen(self) -> list[str]:
+        """The parameters that `Remote.requires_grad_` has frozen, or the module itself."""
+        return list(self.remote._change("frozen"))
+
     def site(self, structure: bytes) -> Site:
         """Everything fixed about a call whose argument tree is ``[[parameters, *args], kwargs]``.
 

@@ -59,6 +59,16 @@ class Pullback:
         self._finalizer = weakref.finalize(self, handle.release, outcome.token)
         self._finalizer.atexit = False
 
+    def __repr__(self) -> str:
+        names = leaf_paths(self._site.structure)
+        released = ", released" if self._released else ""
+        return f"<gradwire.Pullback of {self._handle.name} for {', '.join(names[i] for i in self._wrt)}{released}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"{self!r} stands for a graph that a worker keeps and cannot be copied or pickled. Call it here, any number of times"
+        )
+
     def __call__(self, out_bar: Any, *, kwargs: bool = False) -> Any:
         """The cotangents as a tuple like the positional arguments.
 

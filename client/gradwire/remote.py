@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -98,6 +98,9 @@ class Remote:
 
     def __repr__(self) -> str:
         return f"<gradwire.Remote {self.handle.name}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise stays_here("remote", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call. Blocks until the worker answers, dies, or ``options(timeout=...)`` passes.
@@ -214,9 +217,26 @@ class Remote:
         """Gradients accumulated in the worker by parameter name; None where there are none."""
         return dict(self._change("grads"))
 
-    def optimizer(self, target: str, **kwargs: Any) -> Optimizer:
-        """An optimizer of the worker's framework over this module's parameters, such as ``"torch.optim:Adam"``."""
-        return Optimizer(self._change, self._change("optimizer", target, kwargs))
+    def requires_grad_(self, flag: bool = True, names: str | Sequence[str] | None = None) -> Remote:
+        """Whether parameters learn from now on: a frozen one gets no gradient, loses the one it has, and is not moved.
+
+        names: parameters, beginnings of their names ("encoder" means "encoder.weight"), or patterns with ``*``; None
+        means all. UsageError for one that means nothing.
+        """
+        self._change("requires_grad", bool(flag), _names(names))
+        return self
+
+    def optimizer(
+        self, target: str, parameters: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> Optimizer:
+        """An optimizer of the worker's framework over this module's parameters, such as ``"torch.optim:Adam"``.
+
+        kwargs: its options. parameters: groups with options of their own, ``[{"names": ["encoder"], "lr": 1e-4}, ...]``,
+        the names as in `requires_grad_`; what is in no group is not moved.
+        """
+        groups = None if parameters is None else [_group(g) for g in parameters]
+        settings = {} if groups is None else {"groups": groups}
+        return Optimizer(self, target, self._change("optimizer", target, kwargs, **settings))
 
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         barrier()  # or this would overtake what a compiled program has dispatched
@@ -279,16 +299,71 @@ class Remote:
 class Optimizer:
     """An optimizer in the worker. Its methods wait for what compiled programs have dispatched."""
 
-    def __init__(self, change: Callable[..., Any], number: int) -> None:
-        self._change, self._number = change, number
+    def __init__(self, remote: Remote, target: str, number: int) -> None:
+        self._remote, self._target, self._number = remote, target, number
 
-    def step(self) -> None:
-        """Apply the accumulated gradients. UsageError where no pullback has accumulated any."""
-        self._change("step", self._number)
+    def __repr__(self) -> str:
+        return f"<gradwire.Optimizer {self._target} of {self._remote.handle.name}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise stays_here("optimizer", self, " Its values can be saved: optimizer.state_dict().")
+
+    def _change(self, verb: str, *args: Any) -> Any:
+        return self._remote._change(verb, self._number, *args)
+
+    def step(self, clip_norm: float | None = None) -> float | None:
+        """Apply the accumulated gradients, then advance the schedules. UsageError where no pullback has accumulated any.
+
+        clip_norm: the most that the norm of all gradients together may be; they are scaled down to it. Returns what it
+        was before; None without clip_norm.
+        """
+        norm = self._change("step") if clip_norm is None else self._change("step", float(clip_norm))
+        return None if norm is None else float(norm)
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
-        self._change("zero_grad", self._number)
+        self._change("zero_grad")
+
+    def set(self, **options: Any) -> None:
+        """New values of its options, as in ``set(lr=1e-4)``, for all parameters."""
+        self._change("set", options)
+
+    def schedule(self, target: str, **kwargs: Any) -> None:
+        """Have each step advance a schedule of the worker's framework, such as ``"torch.optim.lr_scheduler:StepLR"``.
+
+        target: called with the kwargs, and in torch with the optimizer first; a function of the user's may combine
+        several.
+        """
+        self._change("schedule", target, kwargs)
+
+    def state_dict(self) -> Any:
+        """Its moments, counts, options and schedules: a tree of tensors, copies, and scalars."""
+        return self._change("optimizer_state")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from what `state_dict` gave, all or nothing. UsageError where it is of another optimizer or module."""
+        self._change("load_optimizer_state", state)
+
+
+def stays_here(what: str, x: Any, instead: str = "") -> UsageError:
+    """What copying and pickling a proxy raise: a copy would share the worker's state, silently or not at all."""
+    return UsageError(
+        f"{x!r} stands for something in a worker and cannot be copied or pickled.{instead} Keep one {what} and share it; "
+        "another process makes its own with gradwire.connect(...)"
+    )
+
+
+def _names(names: str | Sequence[str] | None) -> list[str] | None:
+    return None if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(group, Mapping) or "names" not in group:
+        raise UsageError(
+            'a group of parameters is a dict with their names and options, such as {"names": ["encoder"], "lr": 1e-4}, '
+            f"not {group!r:.80}"
+        )
+    return {**group, "names": _names(group["names"])}
 
 
 def _seed(x: Any) -> Any:

@@ -63,11 +63,26 @@ class Residual(Protocol):
 class Optimizer(Protocol):
     """An optimizer of the worker's framework over a module's parameters."""
 
-    def step(self) -> None:
-        """Apply the accumulated gradients; UsageError where none were."""
+    def step(self, clip_norm: float | None = None) -> float | None:
+        """Apply the accumulated gradients, then advance the schedules; UsageError where none were.
+
+        clip_norm: all gradients together are scaled down to this norm first; their norm before that is returned.
+        """
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
+
+    def set(self, options: dict[str, Any]) -> None:
+        """New values of options such as lr, in all groups; UsageError for one that is unknown."""
+
+    def schedule(self, target: Any, kwargs: dict[str, Any]) -> None:
+        """Follow a schedule of the framework's from now on: each step advances it."""
+
+    def state_dict(self) -> Any:
+        """The whole state as a tree of tensors and scalars, that of schedules as well."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from such a tree, with the engine's tensors in it; all or nothing. UsageError where it does not fit."""
 
 
 class Program(Protocol):
@@ -97,7 +112,13 @@ class Program(Protocol):
         """Set the module's mode for the calls that follow."""
 
     def parameters(self) -> dict[str, Any]:
-        """Trainable tensors by name."""
+        """Trainable tensors by name; frozen ones as well."""
+
+    def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
+        """Whether these parameters learn. A frozen one gets no gradient, loses the one it has, and is not moved."""
+
+    def frozen(self) -> list[str]:
+        """The parameters that do not learn."""
 
     def buffers(self) -> dict[str, Any]:
         """The rest of the state by name."""
@@ -111,8 +132,13 @@ class Program(Protocol):
     def grads(self) -> dict[str, Any]:
         """Accumulated gradients by parameter name, None where there are none yet."""
 
-    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> Optimizer:
-        """An optimizer made by calling ``target`` on the trainable parameters."""
+    def optimizer(
+        self, target: Any, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]] | None = None
+    ) -> Optimizer:
+        """An optimizer made by calling ``target`` on the trainable parameters.
+
+        groups: each a dict of ``names``, a list of parameters, and options of their own; the others are left alone.
+        """
 
     def functional(self, buffers: bool) -> Program:
         """The module as a function of its parameters, which come as an argument and so get gradients like any other.

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import itertools
+import os
+from typing import Any, Callable, NamedTuple
 
+from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import fill, flatten
 from gradwire_workers.program import Optimizer, Program
+from gradwire_workers.selection import selected
 from gradwire_workers.targets import find_target
 
 __all__ = ["State"]
+
+
+class _Made(NamedTuple):
+    """An optimizer and whose it is."""
+
+    program: Program
+    optimizer: Optimizer
 
 
 class State:
@@ -19,20 +31,28 @@ class State:
 
     def __init__(self, engine: Any, register: Callable[[Program], int]) -> None:
         self._engine, self._register = engine, register
-        self._optimizers: dict[int, Optimizer] = {}
+        self._optimizers: dict[int, _Made] = {}
+        # an optimizer of the worker's former life must not be taken for one of this
+        self._numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
         self._verbs: dict[str, Callable[..., Any]] = {
             "train": lambda program, mode: program.train(mode),
             "training": lambda program: program.training,
             "generation": lambda program: program.generation,
             "parameters": lambda program: program.parameters(),
+            "frozen": lambda program: list(program.frozen()),
+            "requires_grad": self._requires_grad,
             "buffers": lambda program: program.buffers(),
             "state_dict": lambda program: program.state_dict(),
             "load_state_dict": self._load_state_dict,
             "grads": lambda program: program.grads(),
             "functional": lambda program, buffers: self._register(program.functional(bool(buffers))),
             "optimizer": self._make_optimizer,
-            "step": lambda program, number: self._optimizer(number).step(),
-            "zero_grad": lambda program, number: self._optimizer(number).zero_grad(),
+            "step": self._step,
+            "zero_grad": lambda program, number: self._optimizer(program, number).zero_grad(),
+            "set": lambda program, number, options: self._ask(program, number, "set")(options),
+            "schedule": self._schedule,
+            "optimizer_state": lambda program, number: self._ask(program, number, "state_dict")(),
+            "load_optimizer_state": self._load_optimizer_state,
         }
 
     def act(self, program: Program, verb: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -48,15 +68,76 @@ class State:
     def _load_state_dict(self, program: Program, state: dict[str, Any], strict: bool = True) -> None:
         program.load_state_dict({name: self._engine.adopt(c) for name, c in state.items()}, strict)
 
-    def _make_optimizer(self, program: Program, target: str, kwargs: dict[str, Any]) -> int:
-        number = len(self._optimizers) + 1
-        self._optimizers[number] = program.optimizer(find_target(target), kwargs)
+    def _requires_grad(self, program: Program, flag: bool, names: list[str] | None = None) -> None:
+        program.requires_grad(bool(flag), selected(names, program.parameters()))
+
+    # -- optimizers ------------------------------------------------------------------------------
+
+    def _make_optimizer(
+        self, program: Program, target: str, kwargs: dict[str, Any], groups: list[Any] | None = None
+    ) -> int:
+        if groups is None:
+            optimizer = program.optimizer(find_target(target), kwargs)
+        else:
+            optimizer = program.optimizer(find_target(target), kwargs, _resolved(groups, program))
+        number = next(self._numbers)
+        self._optimizers[number] = _Made(program, optimizer)
         return number
 
-    def _optimizer(self, number: int) -> Optimizer:
-        try:
-            return self._optimizers[number]
-        except KeyError:
+    def _optimizer(self, program: Program, number: int) -> Optimizer:
+        made = self._optimizers.get(number)
+        if made is None or made.program is not program:
+            raise UsageError("this optimizer belongs to a former life of the worker; make a new one")
+        return made.optimizer
+
+    def _ask(self, program: Program, number: int, method: str) -> Callable[..., Any]:
+        """A method of the optimizer; UsageError where this framework's optimizers do not have it."""
+        optimizer = self._optimizer(program, number)
+        found: Callable[..., Any] | None = getattr(optimizer, method, None)
+        if found is None:
+            raise UsageError(f"{method}(): the optimizers of a {self._engine.NAME} worker cannot do this")
+        return found
+
+    def _step(self, program: Program, number: int, clip_norm: float | None = None) -> float | None:
+        if clip_norm is None:
+            self._optimizer(program, number).step()
+            return None
+        if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0:
+            raise UsageError(f"step(clip_norm={clip_norm!r}): the norm must be a positive number")
+        return self._optimizer(program, number).step(float(clip_norm))
+
+    def _schedule(self, program: Program, number: int, target: str, kwargs: dict[str, Any]) -> None:
+        self._ask(program, number, "schedule")(find_target(target), kwargs)
+
+    def _load_optimizer_state(self, program: Program, number: int, state: Any) -> None:
+        structure, carriers = flatten(state, lambda x: type(x) is Carrier)
+        copies = [
+            Carrier(c.array.copy(order="K"), c.dtype) for c in carriers
+        ]  # optimizers keep what they are given
+        state = fill(structure, [self._engine.adopt(c) for c in copies])
+        self._ask(program, number, "load_state_dict")(state)
+
+
+def _resolved(groups: list[Any], program: Program) -> list[dict[str, Any]]:
+    """The groups with every parameter by its own name, each in at most one of them."""
+    names = program.parameters()
+    found: list[dict[str, Any]] = []
+    taken: dict[str, int] = {}
+    for i, group in enumerate(groups):
+        if not isinstance(group, dict) or "names" not in group:
             raise UsageError(
-                "this optimizer belongs to a former life of the worker; make a new one"
-            ) from None
+                f"parameters[{i}] must be a dict with the names of its parameters and their options, such as "
+                f'{{"names": ["encoder"], "lr": 1e-4}}, not {group!r:.80}'
+            )
+        members = selected(group["names"], names)
+        twice = [name for name in members if name in taken]
+        if twice:
+            raise UsageError(
+                f"{', '.join(twice[:5])} is in parameters[{taken[twice[0]]}] and in parameters[{i}]; "
+                "a parameter belongs to one group"
+            )
+        taken.update(dict.fromkeys(members, i))
+        found.append({**group, "names": members})
+    if not taken:
+        raise UsageError("parameters=[...] has no parameter in it; leave it out for all of them")
+    return found

@@ -125,7 +125,7 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
     """A remote module as a function of what trains it: ``apply, params = functional(net)``.
 
     ``owner="caller"``: ``apply(params, *args, **kwargs)``, with ``params`` a dict of JAX arrays by the names of
-    `Remote.parameters`, for `jax.grad`, optax and the like. Buffers stay in the worker and move once for each call in
+    `Remote.parameters` without the frozen ones, for `jax.grad`, optax and the like. Buffers stay in the worker and move once for each call in
     training mode. With ``buffers="explicit"`` it is ``apply, params, buffers = functional(net, buffers="explicit")`` and
     ``result, buffers = apply(params, buffers, *args, **kwargs)``: the call changes nothing in the worker.
 
@@ -157,8 +157,9 @@ def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:
         family_of_call(leaves, site.structure, NAME)
         return call(functional.handle, site, leaves)
 
-    own = remote.options(family=NAME)
-    return (apply, own.parameters(), own.buffers()) if buffers else (apply, own.parameters())
+    own, frozen = remote.options(family=NAME), functional.frozen()
+    params = {name: x for name, x in own.parameters().items() if name not in frozen}
+    return (apply, params, own.buffers()) if buffers else (apply, params)
 
 
 def _owned_by_worker(remote: Remote) -> tuple[Callable[..., Any], Any]:

@@ -160,7 +160,13 @@ class Program:
     def grads(self) -> dict[str, Any]:
         _refuse("grads()")
 
-    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> Optimizer:
+    def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
+        _refuse("requires_grad_()")
+
+    def frozen(self) -> list[str]:
+        return []
+
+    def optimizer(self, target: Any, kwargs: dict[str, Any], groups: Any = None) -> Optimizer:
         _refuse("optimizer()")
 
     def functional(self, buffers: bool) -> NoReturn:

@@ -63,7 +63,8 @@ class NumpyProgram:
             "a numpy target has no parameters, modes or optimizers that gradwire knows of. Pass what is learned as an argument"
         )
 
-    train = parameters = buffers = state_dict = load_state_dict = grads = optimizer = _refuse
+    train = parameters = buffers = state_dict = load_state_dict = grads = _refuse
+    requires_grad = frozen = optimizer = functional = _refuse
 
 
 class NumpyResidual:

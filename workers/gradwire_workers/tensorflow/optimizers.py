@@ -31,7 +31,11 @@ class TensorFlowOptimizer:
         self._built = False
         self._traced: dict[tuple[str, ...], Callable[..., Any]] = {}
 
-    def step(self) -> None:
+    def step(self, clip_norm: float | None = None) -> float | None:
+        if clip_norm is not None:
+            raise UsageError(
+                "step(clip_norm=...): a TensorFlow worker cannot do this; give the optimizer global_clipnorm"
+            )
         variables = self._owner.trainable_variables()
         gradients = {n: g for n, g in self._owner.grads().items() if g is not None and n in variables}
         if not gradients:
@@ -46,6 +50,7 @@ class TensorFlowOptimizer:
             self._traced[names] = self._apply([variables[n] for n in names])
         self._traced[names](list(gradients.values()))
         self._owner.generation += 1
+        return None
 
     def _build(self, variables: list[Any]) -> None:
         """All variables at once: what has no gradient today may have one tomorrow."""

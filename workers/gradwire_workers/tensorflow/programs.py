@@ -109,8 +109,16 @@ class TensorFlowProgram:
     def grads(self) -> dict[str, Any]:
         return {name: self._gradients.get(name) for name in self._module.trainable()}
 
-    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> TensorFlowOptimizer:
+    def requires_grad(self, flag: bool, names: Sequence[str]) -> NoReturn:
+        raise UsageError("requires_grad_(): set trainable=False on the layers, in the factory")
+
+    def frozen(self) -> list[str]:
+        return []
+
+    def optimizer(self, target: Any, kwargs: dict[str, Any], groups: Any = None) -> TensorFlowOptimizer:
         self._module.check_state()
+        if groups is not None:
+            raise UsageError("optimizer(parameters=...): a TensorFlow worker has no parameter groups")
         return TensorFlowOptimizer(self, target, kwargs)
 
     def functional(self, buffers: bool) -> NoReturn:

@@ -18,6 +18,7 @@ from gradwire_workers.flat import Flat
 from gradwire_workers.program import Result, WorkerSite
 from gradwire_workers.torch import shapes, state
 from gradwire_workers.torch.kept import Kept, KeptRows, saved_nbytes
+from gradwire_workers.torch.optimizers import TorchOptimizer
 from gradwire_workers.torch.tape import evaluate, leaves_of, row_operands
 
 __all__ = ["TorchProgram"]
@@ -189,8 +190,16 @@ class TorchProgram:
     def grads(self) -> dict[str, Any]:
         return state.grads(self._state())
 
-    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> state.TorchOptimizer:
-        return state.TorchOptimizer(self, self._state(), target, kwargs)
+    def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
+        state.freeze(self._state(), flag, names)
+
+    def frozen(self) -> list[str]:
+        return state.frozen(self._state())
+
+    def optimizer(
+        self, target: Any, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]] | None = None
+    ) -> TorchOptimizer:
+        return TorchOptimizer(self, self._state(), target, kwargs, groups)
 
     def functional(self, buffers: bool) -> TorchFunctional:
         return TorchFunctional(self, buffers)

@@ -1,8 +1,8 @@
-"""A torch module's state: names to tensors, loading all or nothing, and optimizers over its parameters."""
+"""A torch module's state: names to tensors, frozen parts, and loading all or nothing."""
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -10,8 +10,9 @@ import torch
 from gradwire_wire.errors import DtypeError, UsageError
 from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.torch import adopt
+from gradwire_workers.torch.tape import is_inexact
 
-__all__ = ["TorchOptimizer", "detached", "grads", "load"]
+__all__ = ["detached", "freeze", "frozen", "grads", "load"]
 
 
 def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -22,6 +23,25 @@ def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def grads(module: Any) -> dict[str, Any]:
     """Accumulated gradients, dense; None where there are none."""
     return {name: _dense(p.grad) for name, p in module.named_parameters()}
+
+
+def frozen(module: Any) -> list[str]:
+    """Parameters that do not learn, and whose gradients nobody wants."""
+    return [name for name, p in module.named_parameters() if not p.requires_grad]
+
+
+def freeze(module: Any, flag: bool, names: Sequence[str]) -> None:
+    """``requires_grad_(flag)`` of these parameters; a frozen one loses its gradient, or the next step would move it."""
+    there = dict(module.named_parameters())
+    stuck = [name for name in names if flag and not (is_inexact(there[name]))]
+    if stuck:
+        raise UsageError(
+            f"requires_grad_(): {', '.join(stuck[:5])} is not of a floating-point or complex type"
+        )
+    for name in names:
+        there[name].requires_grad_(flag)
+        if not flag:
+            there[name].grad = None
 
 
 def _dense(grad: Any) -> Any:
@@ -65,48 +85,3 @@ def _check_dtype(name: str, given: Any, there: Any) -> None:
             f"nothing was loaded. {name} is {str(there.dtype)[6:]} in the module and {str(given.dtype)[6:]} in the state given. "
             f"Convert it first: x.astype({str(there.dtype)[6:]!r})"
         )
-
-
-class TorchOptimizer:
-    """A torch optimizer over a module's parameters. See `gradwire_workers.program.Optimizer`."""
-
-    def __init__(self, program: Any, module: Any, target: Any, kwargs: dict[str, Any]) -> None:
-        self._program = program
-        self._name = getattr(target, "__qualname__", repr(target))
-        try:
-            self._optimizer = target(module.parameters(), **kwargs)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"{self._name}(parameters, {_shown(kwargs)}): {error}") from error
-        if not (hasattr(self._optimizer, "step") and hasattr(self._optimizer, "param_groups")):
-            raise UsageError(f"{self._name} does not make a torch optimizer; try torch.optim:Adam")
-
-    def _parameters(self) -> list[Any]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def step(self) -> None:
-        moved = [p for p in self._parameters() if p.grad is not None]
-        if not moved:
-            raise UsageError(
-                f"{self._name}.step(): no gradient was accumulated since the last zero_grad(), so nothing would be learned. "
-                "Call a pullback of this module first; a module that is the first stage is reached through its anchor "
-                "(gw.jax.functional(net, owner='worker'))"
-            )
-        try:
-            self._optimizer.step()
-        except TypeError as error:
-            if "closure" not in str(error):
-                raise
-            raise UsageError(
-                f"{self._name} wants to evaluate the loss itself (a closure), which is not here: {error}"
-            ) from error
-        finally:
-            self._program.generation += 1
-            for p in moved:  # fused optimizers do not, and older graphs would go on with the new values
-                torch.autograd.graph.increment_version(p)
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
-
-def _shown(kwargs: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r:.40}" for name, value in kwargs.items())

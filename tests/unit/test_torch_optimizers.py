@@ -1,0 +1,247 @@
+"""The torch worker's optimizers and frozen parts, asked as the desk asks: the oracle is torch itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import fill, flatten, positional
+from gradwire_wire.tensors import torch as tensors
+from gradwire_workers import torch as engine
+from gradwire_workers.program import WorkerSite
+from gradwire_workers.state import State
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+STEP = "torch.optim.lr_scheduler:StepLR"
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Pair:
+    """A module under management, and the same one beside it."""
+
+    def __init__(self) -> None:
+        self.net = mlp()
+        self.local = copy.deepcopy(self.net)
+        self.program = engine.program(self.net, is_module=True)
+        self.state = State(engine, lambda program: 0)
+
+    def act(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        return self.state.act(self.program, verb, list(args), kwargs)
+
+    def accumulate(self, scale: float = 1.0) -> None:
+        """A gradient for both."""
+        result, residual = self.program.keep(WorkerSite(positional(1), accumulate=True), (), [X])
+        residual.derive(
+            ("T", (0,), 1), [scale * torch.ones_like(result.tensors[0])], keep=False, accumulate=True
+        )
+        self.local(X).backward(scale * torch.ones(5, 3))
+
+    def assert_same(self) -> None:
+        for a, b in zip(self.net.parameters(), self.local.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def carried(tree: Any) -> Any:
+    """A tree of tensors as it arrives in a worker."""
+    structure, leaves = flatten(tree, tensors.is_tensor)
+    return fill(structure, [tensors.export(x) for x in leaves])
+
+
+def test_clipping_groups_and_schedules_are_torchs_own() -> None:
+    pair = Pair()
+    groups = [{"names": ["0"], "lr": 0.1}, {"names": ["2.bias", "2.weight"], "weight_decay": 0.5}]
+    number = pair.act("optimizer", "torch.optim:SGD", {"lr": 0.01, "momentum": 0.9}, groups=groups)
+    a, b = pair.local[0], pair.local[2]
+    optimizer = torch.optim.SGD(
+        [{"params": a.parameters(), "lr": 0.1}, {"params": b.parameters(), "weight_decay": 0.5}],
+        lr=0.01,
+        momentum=0.9,
+    )
+    pair.act("schedule", number, STEP, {"step_size": 2, "gamma": 0.5})
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for i in range(5):
+        pair.act("zero_grad", number)
+        optimizer.zero_grad()
+        pair.accumulate(10.0)
+        norm = torch.nn.utils.clip_grad_norm_(pair.local.parameters(), 0.5)
+        assert pair.act("step", number, 0.5) == norm.item() > 0.5
+        optimizer.step()
+        schedule.step()
+        assert pair.program.generation == i + 1
+    pair.assert_same()
+
+
+def test_new_options_hold_from_the_next_step_on() -> None:
+    pair = Pair()
+    number = pair.act("optimizer", "torch.optim:Adam", {"lr": 0.01})
+    optimizer = torch.optim.Adam(pair.local.parameters(), lr=0.01)
+    for lr in (0.01, 0.2):
+        pair.act("set", number, {"lr": lr})
+        optimizer.param_groups[0]["lr"] = lr
+        pair.accumulate()
+        assert pair.act("step", number) is None
+        optimizer.step()
+    pair.assert_same()
+
+
+def test_an_optimizer_goes_on_from_its_state() -> None:
+    pair = Pair()
+    first = pair.act("optimizer", "torch.optim:Adam", {"lr": 0.01})
+    pair.act("schedule", first, STEP, {"step_size": 1, "gamma": 0.5})
+    optimizer = torch.optim.Adam(pair.local.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def step(number: int) -> None:
+        pair.accumulate()
+        pair.act("step", number)
+        optimizer.step()
+        schedule.step()
+
+    step(first)
+    saved = carried(pair.act("optimizer_state", first))
+    second = pair.act("optimizer", "torch.optim:Adam", {"lr": 7.0})
+    pair.act("schedule", second, STEP, {"step_size": 1, "gamma": 0.5})
+    pair.act("load_optimizer_state", second, saved)
+    for x in flatten(saved, lambda x: hasattr(x, "array"))[1]:
+        x.array.fill(0)  # whoever lent it writes it again
+    step(second)
+    pair.assert_same()
+
+
+def test_a_frozen_part_gets_no_gradient_and_does_not_move() -> None:
+    pair = Pair()
+    number = pair.act("optimizer", "torch.optim:SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1})
+    pair.accumulate()
+    pair.act("step", number)
+    before = {name: x.clone() for name, x in pair.act("parameters").items()}
+    pair.act("requires_grad", False, ["0"])
+    assert pair.act("frozen") == ["0.weight", "0.bias"]
+    assert pair.act("grads")["0.weight"] is None and pair.act("grads")["2.weight"] is not None
+    pair.accumulate()
+    pair.act("step", number)
+    after = pair.act("parameters")
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {"2.weight", "2.bias"}
+    pair.act("requires_grad", True)
+    pair.accumulate()
+    assert pair.act("frozen") == [] and pair.act("grads")["0.weight"].abs().sum() > 0
+
+
+OPTIMIZER = "torch.optim:SGD"
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs", "groups", "message"),
+    [
+        (OPTIMIZER, {"lr": -1}, None, "Invalid learning rate"),
+        (OPTIMIZER, {"lr": 1, "speed": 2}, None, "unexpected keyword argument 'speed'"),
+        (
+            OPTIMIZER,
+            {"lr": 1},
+            [{"names": ["0"], "speed": 2}],
+            r"no option speed \(in parameters\[0\]\); there are lr",
+        ),
+        (
+            OPTIMIZER,
+            {"lr": 1},
+            [{"names": ["0"]}, {"names": ["0.bias"]}],
+            "0.bias is in parameters.0. and in parameters.1.",
+        ),
+        (OPTIMIZER, {"lr": 1}, [{"names": ["nowhere"]}], "'nowhere' names no parameter"),
+        (OPTIMIZER, {"lr": 1}, [{"lr": 1}], "must be a dict with the names"),
+        (OPTIMIZER, {"lr": 1}, [], "no parameter in it"),
+        (OPTIMIZER, {"lr": 1}, [{"names": ["0"], "params": 1}], "would be the tensors themselves"),
+        ("torch.optim:adam", {}, None, "did you mean 'Adam'"),
+        ("torch.nn:ParameterList", {}, None, "does not make a torch optimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_be(target: str, kwargs: Any, groups: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Pair().act("optimizer", target, kwargs, groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("verb", "args", "message"),
+    [
+        ("step", (), "no gradient was accumulated"),
+        ("set", ({"speed": 3},), r"no option speed \(in set\(\)\); there are lr, momentum"),
+        ("set", ({"lr": -3},), "Invalid learning rate"),
+        ("set", ({"lr": "high"},), "lr='high'"),
+        ("schedule", (STEP, {}), "step_size"),
+        ("schedule", ("torch.optim.lr_scheduler:ReduceLROnPlateau", {}), "follows a metric"),
+        ("schedule", ("collections:OrderedDict", {}), "OrderedDict"),
+        ("load_optimizer_state", ({"a": 1},), "is what its state_dict"),
+        ("load_optimizer_state", ({"state": {}, "param_groups": [], "schedules": []},), "nothing was loaded"),
+        (
+            "load_optimizer_state",
+            ({"state": {}, "param_groups": [{"params": [0, 1, 2, 3]}]},),
+            "0 schedules and .* 1",
+        ),
+    ],
+)
+def test_what_is_refused_changes_nothing(verb: str, args: Any, message: str) -> None:
+    pair = Pair()
+    number = pair.act("optimizer", OPTIMIZER, {"lr": 0.1, "momentum": 0.9})
+    if "schedules and" in message:
+        pair.act("schedule", number, STEP, {"step_size": 1})
+    before = repr(pair.act("optimizer_state", number))
+    with pytest.raises(UsageError, match=message):
+        pair.act(verb, number, *args)
+    assert repr(pair.act("optimizer_state", number)) == before
+    pair.assert_same()
+    assert pair.program.generation == 0
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, True, "much", float("nan")])
+def test_a_norm_that_is_none(clip_norm: Any) -> None:
+    pair = Pair()
+    number = pair.act("optimizer", OPTIMIZER, {"lr": 0.1})
+    pair.accumulate()
+    with pytest.raises(UsageError, match="must be a positive number"):
+        pair.act("step", number, clip_norm)
+    pair.assert_same()
+
+
+def test_moments_of_another_shape_are_refused() -> None:
+    pair = Pair()
+    number = pair.act("optimizer", "torch.optim:Adam", {"lr": 0.1})
+    pair.accumulate()
+    pair.act("step", number)
+    state = carried(pair.act("optimizer_state", number))
+    first = state["state"][0]["exp_avg"]
+    state["state"][0]["exp_avg"] = first._replace(array=np.zeros((2, 2), np.float32))
+    with pytest.raises(
+        UsageError, match=r"exp_avg of parameter 0 has shape \(2, 2\), the parameter \(8, 4\)"
+    ):
+        pair.act("load_optimizer_state", number, state)
+
+
+def test_a_schedule_that_ends_says_so() -> None:
+    pair = Pair()
+    number = pair.act("optimizer", OPTIMIZER, {"lr": 0.1, "momentum": 0.9})
+    pair.act("schedule", number, "torch.optim.lr_scheduler:OneCycleLR", {"max_lr": 1.0, "total_steps": 2})
+    pair.accumulate()
+    pair.act("step", number)
+    pair.act("step", number)
+    with pytest.raises(UsageError, match="the parameters were moved, and there the schedule ended"):
+        pair.act("step", number)
+
+
+def test_an_optimizer_of_another_life_or_module_is_refused() -> None:
+    one, two = Pair(), Pair()
+    number = one.act("optimizer", OPTIMIZER, {"lr": 0.1})
+    two.act("optimizer", OPTIMIZER, {"lr": 0.1})
+    for pair, other in ((two, number), (one, number + 1)):
+        with pytest.raises(UsageError, match="former life"):
+            pair.act("zero_grad", other)
+    with pytest.raises(UsageError, match="former life"):
+        one.state.act(two.program, "zero_grad", [number], {})

@@ -1,0 +1,220 @@
+"""Optimizers of torch over a module's parameters, with clipping and schedules. See `gradwire_workers.program.Optimizer`."""
+
+from __future__ import annotations
+
+import inspect
+from copy import deepcopy
+from typing import Any, Callable, Sequence
+
+import torch
+
+from gradwire_wire.errors import UsageError
+
+__all__ = ["TorchOptimizer"]
+
+_LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
+
+
+class TorchOptimizer:
+    """Made by ``target(parameters, **kwargs)``.
+
+    program: whose generation each step advances. groups: see `gradwire_workers.program.Program.optimizer`.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        module: Any,
+        target: Callable[..., Any],
+        kwargs: dict[str, Any],
+        groups: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        self._program = program
+        self._name = getattr(target, "__qualname__", repr(target))
+        self._schedules: list[Any] = []
+        self._check_options(groups)
+        try:
+            self._optimizer = target(_parameters(module, groups), **kwargs)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{self._name}(parameters, {_shown(kwargs)}): {error}") from error
+        if not (hasattr(self._optimizer, "step") and hasattr(self._optimizer, "param_groups")):
+            raise UsageError(f"{self._name} does not make a torch optimizer; try torch.optim:Adam")
+        self._check_groups(groups)
+
+    def _check_options(self, groups: Sequence[dict[str, Any]] | None) -> None:
+        if any("params" in group for group in groups or ()):
+            raise UsageError('a group of parameters has "names"; "params" would be the tensors themselves')
+
+    def _check_groups(self, groups: Sequence[dict[str, Any]] | None) -> None:
+        """torch keeps an option that it does not know, and ignores it."""
+        for i, group in enumerate(groups or ()):
+            unknown = sorted(set(group) - {"names"} - set(self._optimizer.defaults))
+            if unknown:
+                raise self._unknown(unknown, f"in parameters[{i}]")
+
+    def _unknown(self, names: Sequence[str], where: str) -> UsageError:
+        known = ", ".join(self._optimizer.defaults)
+        return UsageError(f"{self._name} has no option {', '.join(names)} ({where}); there are {known}")
+
+    def _members(self) -> list[Any]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def step(self, clip_norm: float | None = None) -> float | None:
+        moved = [p for p in self._members() if p.grad is not None]
+        if not moved:
+            raise UsageError(
+                f"{self._name}.step(): no gradient was accumulated since the last zero_grad(), so nothing would be learned. "
+                "Call a pullback of this module first; a module that is the first stage is reached through its anchor "
+                "(gw.jax.functional(net, owner='worker'))"
+            )
+        norm = None if clip_norm is None else float(torch.nn.utils.clip_grad_norm_(moved, clip_norm))
+        self._move(moved)
+        self._advance_schedules()
+        return norm
+
+    def _advance_schedules(self) -> None:
+        try:
+            for schedule in self._schedules:
+                schedule.step()
+        except ValueError as error:
+            raise UsageError(
+                f"{self._name}.step(): the parameters were moved, and there the schedule ended: {error}. Make a new optimizer, "
+                "or a longer schedule"
+            ) from error
+
+    def _move(self, moved: Sequence[Any]) -> None:
+        try:
+            self._optimizer.step()
+        except TypeError as error:
+            if "closure" not in str(error):
+                raise
+            raise UsageError(
+                f"{self._name} wants to evaluate the loss itself (a closure), which is not here: {error}"
+            ) from error
+        finally:
+            self._program.generation += 1
+            for p in moved:  # fused optimizers do not, and older graphs would go on with the new values
+                torch.autograd.graph.increment_version(p)
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def set(self, options: dict[str, Any]) -> None:
+        unknown = [name for name in options if name not in self._optimizer.defaults]
+        if unknown:
+            raise self._unknown(unknown, "in set()")
+        self._check_values(options)
+        for group in self._optimizer.param_groups:
+            for name, value in options.items():
+                if isinstance(group.get(name), torch.Tensor):  # a capturable optimizer's lr
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+
+    def _check_values(self, options: dict[str, Any]) -> None:
+        """By the optimizer's own checks of its arguments."""
+        kind = type(self._optimizer)
+        settings = {**self._optimizer.defaults, **options}
+        known = inspect.signature(kind).parameters
+        try:
+            kind(self._members()[:1], **{name: x for name, x in settings.items() if name in known})
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{self._name}: set({_shown(options)}): {error}") from error
+
+    def schedule(self, target: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        name = getattr(target, "__qualname__", repr(target))
+        before = deepcopy([_options(group) for group in self._optimizer.param_groups])
+        try:
+            schedule = target(self._optimizer, **kwargs)
+            if not hasattr(schedule, "step") or not hasattr(schedule, "state_dict"):
+                raise UsageError(f"{name} makes no schedule; try torch.optim.lr_scheduler:StepLR")
+            if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise UsageError(
+                    f"{name} follows a metric, which only the caller knows: watch it there and call optimizer.set(lr=...)"
+                )
+        except (TypeError, ValueError, UsageError) as error:
+            for group, options in zip(
+                self._optimizer.param_groups, before
+            ):  # schedules set the first lr at once
+                group.update(options)
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"{name}(optimizer, {_shown(kwargs)}): {error}") from error
+        self._schedules.append(schedule)
+
+    def _restore_options(self, before: Sequence[dict[str, Any]]) -> None:
+        """A schedule writes into the groups as soon as it is made."""
+        for group, options in zip(self._optimizer.param_groups, before):
+            for name in set(group) - set(options) - {"params"}:
+                del group[name]
+            group.update(options)
+
+    # ---- State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own, with the schedules' beside it."""
+        return {**self._optimizer.state_dict(), "schedules": [s.state_dict() for s in self._schedules]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._check_state(state)
+        before = deepcopy(self.state_dict())
+        try:
+            self._load(state)
+        except Exception as error:
+            self._load(before)
+            raise UsageError(
+                f"{self._name}: nothing was loaded, for this state is of another optimizer or module. {error}"
+            ) from error
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+            raise UsageError(
+                f"{self._name}: nothing was loaded. The state of an optimizer is what its state_dict() gave, a dict with "
+                f"'state', 'param_groups' and 'schedules', not {state!r:.80}"
+            )
+        schedules = state.get("schedules", [])
+        if len(schedules) != len(self._schedules):
+            raise UsageError(
+                f"{self._name}: nothing was loaded. The state has {len(schedules)} schedules and this optimizer "
+                f"{len(self._schedules)}; call schedule() as before the state was taken, then load it"
+            )
+        self._check_moments(state)
+
+    def _check_moments(self, state: dict[str, Any]) -> None:
+        """Shapes: torch would take any, and fail at the next step."""
+        given = [p for group in state["param_groups"] for p in group["params"]]
+        for number, p in zip(given, self._members()):
+            for name in _LIKE_PARAMETERS & set(state["state"].get(number, ())):
+                x = state["state"][number][name]
+                if isinstance(x, torch.Tensor) and x.shape != p.shape:
+                    raise UsageError(
+                        f"{self._name}: nothing was loaded. {name} of parameter {number} has shape {tuple(x.shape)}, the "
+                        f"parameter {tuple(p.shape)}"
+                    )
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        for schedule, values in zip(self._schedules, state.get("schedules", [])):
+            schedule.load_state_dict(values)
+
+
+def _parameters(module: Any, groups: Sequence[dict[str, Any]] | None) -> Any:
+    """What a torch optimizer is given."""
+    if groups is None:
+        return module.parameters()
+    there = dict(module.named_parameters(remove_duplicate=False))
+    return [
+        {
+            "params": [there[name] for name in group["names"]],
+            **{name: value for name, value in group.items() if name != "names"},
+        }
+        for group in groups
+    ]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _shown(kwargs: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.40}" for name, value in kwargs.items())
