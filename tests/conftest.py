@@ -71,6 +71,19 @@ def demo_python() -> Path:
     return _environment_python("demo")
 
 
+# ---- Ways down from XLA --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[pytest.param("express", marks=pytest.mark.slow), "callback"])
+def xla_way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How programs of JAX that are compiled from now on reach pure remote calls."""
+    if request.param == "express":
+        pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADWIRE_JAX_FFI", "on" if request.param == "express" else "off")
+        yield request.param
+
+
 # ---- Nothing stays behind ------------------------------------------------------------------------------------------
 
 LEAVING_S = 5.0  # DESIGN: after the owner is gone, nothing remains after this long

@@ -25,7 +25,7 @@ PROGRAM = textwrap.dedent(
         once = jax.jit(lambda x: jnp.sin(double(jnp.cos(x))))
         for n in (10, 100_000, 10_000_000):
             x = jnp.linspace(0.0, 1.0, n)
-            for _ in range(3 if n > 1e6 else 50):
+            for _ in range(3 if n > 1e6 else 200):
                 y = once(x)
             np.testing.assert_allclose(y, np.sin(2 * np.cos(np.asarray(x))), rtol=1e-4, atol=1e-6)
         x = jnp.linspace(0.0, 1.0, 1000)
@@ -51,7 +51,7 @@ PROGRAM = textwrap.dedent(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
-def test_r30_no_deadlock_in_callbacks(torch_python: str, cores: int) -> None:
+def test_r30_no_deadlock_in_callbacks(torch_python: str, cores: int, xla_way: str) -> None:
     program = PROGRAM.format(cores=cores, python=str(torch_python), targets=str(TARGETS))
     run = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=110
@@ -61,7 +61,7 @@ def test_r30_no_deadlock_in_callbacks(torch_python: str, cores: int) -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "jax", "tensorflow", "numpy"])
 def test_r36_errors_under_jit(
-    worker_of: Callable[[str], gw.Worker], shared_bridge: gw.Bridge, framework: str
+    worker_of: Callable[[str], gw.Worker], shared_bridge: gw.Bridge, framework: str, xla_way: str
 ) -> None:
     import jax
 

@@ -31,6 +31,8 @@ from gradwire_wire.errors import (
 from gradwire_wire.structures import Leaf, flatten, positional
 from tests.doubles.scripted_handle import Message, ScriptedHandle, like
 
+pytestmark = pytest.mark.usefixtures("xla_way")
+
 Answer = Callable[[Message], Sequence[Any]]
 
 

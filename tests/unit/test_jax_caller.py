@@ -23,7 +23,10 @@ from gradwire_wire.structures import flatten
 from tests.doubles.torch_handle import TorchHandle
 
 # torch loads scripted code of its own when it first differentiates forwards.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning"),
+    pytest.mark.usefixtures("xla_way"),
+]
 
 Function = Callable[..., Any]
 
@@ -57,7 +60,7 @@ class Remote:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Remote]:
+def shared(xla_way: str) -> Iterator[Remote]:
     """One remote for all transformations: what an eager call compiles is kept for each remote."""
     remote = Remote(torch_f)
     yield remote

@@ -200,7 +200,7 @@ for wrap in (lambda f: f, jax.jit):
 """
 
 
-def test_several_devices() -> None:
+def test_several_devices(xla_way: str) -> None:
     """Pure calls run on each; a call that moves state would happen on each, and is refused."""
     environment = {
         **os.environ,

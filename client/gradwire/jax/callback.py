@@ -1,9 +1,10 @@
 """From XLA down to `Handle.invoke`, and what happens at once where no program is being traced.
 
-Theory of operation. A node of a compiled program is a Python callback on numpy arrays. XLA runs it on the
-thread that dispatches the program or, where operands are still being computed, on one of its own; two may run
-at once, and denormals may be flushed. So it copies and never computes, never calls JAX, and keeps nothing: the
-operands are views of XLA's memory that end with the callback.
+Theory of operation. A node of a compiled program is a Python callback on numpy arrays, which a pure one reaches
+by a shorter way (`gradwire.jax.express`) where it can. XLA runs it on the thread that dispatches the program or,
+where operands are still being computed, on one of its own; two may run at once, and denormals may be flushed. So it
+copies and never computes, never calls JAX, and keeps nothing: the operands are views of XLA's memory that end with
+the callback.
 
 Errors. XLA keeps an error's text alone. Where the caller waits (`_evaluate`), the original is raised; in a
 compiled program of the user's, the text carries the remote message and traceback.
@@ -28,6 +29,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
+from gradwire.jax import express
 from gradwire.jax.derived import Derived, describe, has_empty_batch, parities
 from gradwire.jax.failures import recall, remember
 from gradwire.jax.primitive import ordered_effect, primitive, results_of
@@ -46,7 +48,8 @@ class Crossing:
     """One node's callback: everything that does not change from call to call is worked out here, once.
 
     Called with the token, if any, and the operands as numpy arrays, valid during the call; returns the results,
-    and the token if one is kept, as numpy arrays. Blocks as `Handle.invoke` does; any thread.
+    and the token if one is kept, as numpy arrays. Blocks as `Handle.invoke` does; any thread. What it raises is
+    a CallbackError.
     """
 
     def __init__(self, derived: Derived, operands: Sequence[Any]) -> None:
@@ -69,12 +72,16 @@ class Crossing:
         self._is_wide = any(e in _WIDE for e in self._elements)
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        results = self.results(arrays)
+        return _Wide(results) if self._is_wide and not jax.config.jax_enable_x64 else results
+
+    def results(self, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The call, for who takes the results as they are."""
         try:
             token: int | np.ndarray = 0
             if self._has_token:
                 token, arrays = _token_of(arrays[0]), arrays[1:]
-            results = self._nothing() if self._is_empty else self._cross(token, arrays)
-            return _Wide(results) if self._is_wide and not jax.config.jax_enable_x64 else results
+            return self._nothing() if self._is_empty else self._cross(token, arrays)
         except BaseException as error:
             failed = remember(error, self._derived)
         raise failed
@@ -192,6 +199,8 @@ def _lower(context: Any, *values: Any, derived: Derived) -> Sequence[Any]:
     """The node as a callback; a node that moves state takes XLA's token and hands it on."""
     _check_devices(context, derived)
     crossing = Crossing(derived, context.avals_in[derived.token_ops is not None :])
+    if not derived.moves_state and express.is_open_to(context):
+        return express.lower(context, values, crossing)
     call = partial(mlir.emit_python_callback, context, crossing)
     ends = list(values), context.avals_in, context.avals_out
     if not derived.ordered:
