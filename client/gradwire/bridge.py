@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
-from gradwire.orders import checked_framework, checked_spec
+from gradwire.orders import checked_framework, checked_spec, with_environment
 from gradwire.worker import Worker
 from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
 from gradwire_wire.exchange import Memory
@@ -61,30 +61,30 @@ class Bridge:
     ) -> Worker:
         """Start a worker: its own process, interpreter and packages. Returns once it is ready.
 
-        framework: "torch", "tensorflow", "jax" or "numpy". python: the interpreter of its environment
-        (default: this one). env: wins over everything gradwire sets; None removes a variable. path: folders where targets are
+        framework: "torch", "tensorflow", "jax" or "numpy". python: the interpreter of its environment, a path
+        or a version such as "3.9" (default: this one). requirements: lines as for pip; an environment with these is
+        built from that Python, once, which may take minutes beyond start_timeout, and kept in a cache. env: wins over everything gradwire sets; None removes a variable. path: folders where targets are
         looked for (default: the working directory). threads: of its framework (default: its share of the cores).
         x64: JAX's 64-bit mode. Raises UsageError where it cannot be had as asked for, WorkerStartError with
         command line, exit code and last output.
         """
         self._check_usable()
-        if requirements is not None:
-            raise UsageError(
-                "requirements=... is not in this version: make the environment yourself and name its python="
-            )
         chosen = self._take_name(checked_framework(framework), name)
         try:
-            spec = checked_spec(
-                framework,
-                chosen,
-                python=python,
-                env=env,
-                path=path,
-                cwd=cwd,
-                threads=threads,
-                x64=x64,
-                device=device,
-                start_timeout=start_timeout,
+            spec = with_environment(
+                requirements,
+                checked_spec(
+                    framework,
+                    chosen,
+                    python=python,
+                    env=env,
+                    path=path,
+                    cwd=cwd,
+                    threads=threads,
+                    x64=x64,
+                    device=device,
+                    start_timeout=start_timeout,
+                ),
             )
             made = self._workers[chosen] = Worker(self._link, self._memory, spec)
         finally:

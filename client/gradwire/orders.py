@@ -11,7 +11,7 @@ from gradwire.broker_link import WorkerSpec
 from gradwire_wire.control import FRAMEWORKS
 from gradwire_wire.errors import UsageError
 
-__all__ = ["checked_framework", "checked_python", "checked_spec"]
+__all__ = ["checked_framework", "checked_python", "checked_spec", "with_environment"]
 
 
 def checked_spec(
@@ -40,6 +40,21 @@ def checked_spec(
         device=_of_type("device", device, str, "a text such as 'cpu' or 'cuda:0'"),
         start_timeout=_seconds(start_timeout),
     )
+
+
+def with_environment(requirements: Sequence[str] | None, spec: WorkerSpec) -> WorkerSpec:
+    """The order with the interpreter of an environment that has these requirements, which is built where it is not
+    there. None: the order as it is. Raises UsageError, WorkerStartError.
+    """
+    if requirements is None:
+        return spec
+    if isinstance(requirements, (str, bytes)):
+        raise UsageError(
+            f"requirements={requirements!r} is one text: give a list of them, [{requirements!r}]"
+        )
+    from gradwire import environments
+
+    return spec._replace(python=environments.build(requirements, spec.python).python)
 
 
 def checked_framework(framework: str) -> str:

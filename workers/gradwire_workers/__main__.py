@@ -21,6 +21,7 @@ from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnd
 
 NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
 FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu (or tensorflow)"}
+BUILT = "gradwire-environment.json"  # lies in an environment that gradwire built from requirements
 MOST_TEXT = 60_000  # characters of one message; a packet holds about 200 kB
 
 
@@ -96,6 +97,10 @@ def _check_needed() -> None:
 
 
 def _install(packages: str) -> str:
+    if os.path.exists(os.path.join(sys.prefix, BUILT)):
+        return (
+            f"requirements=[…, {', '.join(map(repr, packages.split()))}], of which this environment was built"
+        )
     return f"{sys.executable} -m pip install {packages}"
 
 

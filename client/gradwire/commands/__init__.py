@@ -21,7 +21,7 @@ from gradwire_wire.errors import GradwireError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("doctor",)
+COMMANDS = ("doctor", "env")
 """Modules of this package, in the order of ``gradwire --help``."""
 
 
