@@ -58,6 +58,7 @@ class Bridge:
         x64: bool | None = None,
         device: str | None = None,
         start_timeout: float = 120.0,
+        restart: str = "never",
     ) -> Worker:
         """Start a worker: its own process, interpreter and packages. Returns once it is ready.
 
@@ -65,7 +66,9 @@ class Bridge:
         or a version such as "3.9" (default: this one). requirements: lines as for pip; an environment with these is
         built from that Python, once, which may take minutes beyond start_timeout, and kept in a cache. env: wins over everything gradwire sets; None removes a variable. path: folders where targets are
         looked for (default: the working directory). threads: of its framework (default: its share of the cores).
-        x64: JAX's 64-bit mode. Raises UsageError where it cannot be had as asked for, WorkerStartError with
+        x64: JAX's 64-bit mode. restart: "never", "on-failure" (a signal, or an exit code other than 0) or "always": whether
+        the next call starts a worker that died again. The calls in flight raise WorkerDiedError all the same and are not
+        repeated; modules begin anew from their factory, and what they had learned is lost unless saved. Raises UsageError where it cannot be had as asked for, WorkerStartError with
         command line, exit code and last output.
         """
         self._check_usable()
@@ -86,7 +89,7 @@ class Bridge:
                     start_timeout=start_timeout,
                 ),
             )
-            made = self._workers[chosen] = Worker(self._link, self._memory, spec)
+            made = self._workers[chosen] = Worker(self._link, self._memory, spec, restart)
         finally:
             self._starting.discard(chosen)
         return made
@@ -94,7 +97,7 @@ class Bridge:
     def _take_name(self, framework: str, name: str | None) -> str:
         """The name, or one that is free; it is taken until a worker has it or `_starting` forgets it."""
         with self._naming:
-            taken = self._starting | {n for n, worker in self._workers.items() if worker.alive}
+            taken = self._starting | {n for n, worker in self._workers.items() if worker.keeps_name}
             if name in taken:
                 raise UsageError(f"there is a worker {name!r} already; give another name=")
             numbered = (f"{framework}-{i}" for i in range(2, len(taken) + 3))

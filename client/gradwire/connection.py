@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from gradwire.broker_link import BrokerLink, WorkerFacts
 from gradwire.lines import Line, Lines, lanes_wanted
 from gradwire_wire import errors, messages, sockets
+from gradwire_wire.chain import check_not_in_chain, serving
 from gradwire_wire.errors import (
     ClosedError,
     ConnectError,
@@ -43,11 +44,18 @@ REPORT_S = 1.5
 
 
 class Connection:
-    """The way to one worker process. Any thread may call; blocking calls release the GIL."""
+    """The way to one worker process. Any thread may call; blocking calls release the GIL.
+
+    Set by the `Worker`: ``advise``: what to do about an end by that exit code, for messages; ``revives``: whether the
+    worker is started again by itself; ``follows_death``: whether this incarnation was; ``is_counted``: whether its end was.
+    """
 
     def __init__(self, link: BrokerLink, facts: WorkerFacts, memory: Memory, timeout_s: float) -> None:
         """Shakes hands with the worker. ConnectError, VersionMismatchError, DeadlineError."""
+        check_not_in_chain(facts.incarnation, facts.name, serving())  # it could not greet us either
         self.facts, self._link, self._memory = facts, link, memory
+        self.advise: Callable[[int | None], str] = lambda exit_code: "worker.restart() starts it again"
+        self.revives = self.follows_death = self.is_counted = self._is_replaced = False
         self._pid = os.getpid()
         self._client_id = b"c" + os.urandom(15)
         self._call_ids = itertools.count(1)
@@ -122,10 +130,13 @@ class Connection:
         headers = self.exchange.lend(carriers, further)
         call_id = next(self._call_ids)
         line = self._send(make(call_id, headers), headers, further)
+        received: list[Any] = []
         try:
-            reply, rest = self._wait(line, call_id, None if timeout_s is None else start + timeout_s)
+            reply, rest = self._wait(
+                line, call_id, None if timeout_s is None else start + timeout_s, received
+            )
         except (KeyboardInterrupt, DeadlineError):
-            self._abandon(line, call_id)
+            self._abandon(line, call_id, received)
             raise
         except BaseException:
             line.close()
@@ -176,13 +187,15 @@ class Connection:
                 "this proxy belongs to the parent process; a forked child opens a bridge of its own with gradwire.connect()"
             )
         if self._closed:
-            raise ClosedError(
-                f"worker {self.facts.name!r} was closed; make a new one with bridge.worker(...)"
-            )
+            self._raise_closed(was_running=False)
         if self._gone.is_set():
             self._raise_dead(was_running=False)
+        check_not_in_chain(self.facts.incarnation, self.facts.name, serving())
 
-    def _wait(self, line: Line, call_id: int, deadline: float | None) -> tuple[Any, Sequence[bytes]]:
+    def _wait(
+        self, line: Line, call_id: int, deadline: float | None, received: list[Any]
+    ) -> tuple[Any, Sequence[bytes]]:
+        """The reply and its further frames; noted in ``received`` at once, for whoever is interrupted after that."""
         while True:
             try:
                 frames = line.receive()
@@ -193,6 +206,7 @@ class Connection:
                 self._raise_unreachable(was_running=True)
             frames, reply = self._read(frames)
             if reply.call_id == call_id or (reply.call_id == 0 and type(reply) is Failed):
+                received.append(reply)
                 return reply, frames[1:]
             self._decline(reply)
 
@@ -212,9 +226,7 @@ class Connection:
         if self._gone.is_set():
             self._raise_dead(was_running=True)
         if self._closed:
-            raise ClosedError(
-                f"the bridge was closed while worker {self.facts.name!r} was working on this call"
-            )
+            self._raise_closed(was_running=True)
         if deadline is not None and time.perf_counter() > deadline:
             raise DeadlineError(
                 f"worker {self.facts.name!r} did not answer in time; it was interrupted. Code that loops in C cannot be: "
@@ -223,11 +235,25 @@ class Connection:
 
     def _raise_unreachable(self, was_running: bool = False) -> NoReturn:
         """The line is broken: because the worker is gone or this end was closed, as will be known at once."""
-        if not self._gone.wait(REPORT_S) and self._closed:
-            raise ClosedError(f"worker {self.facts.name!r} was closed while it was called")
+        if self._is_replaced or (not self._gone.wait(REPORT_S) and self._closed):
+            self._raise_closed(was_running)
         self._raise_dead(was_running)
 
+    def _raise_closed(self, was_running: bool) -> NoReturn:
+        name = self.facts.name
+        if self._is_replaced:
+            doing = "while it worked on this call, which may have run" if was_running else "before this call"
+            raise WorkerDiedError(
+                f"worker {name!r} was restarted {doing}; the call can be made again, to its new process",
+                was_running=was_running,
+            )
+        if was_running:
+            raise ClosedError(f"worker {name!r} or its bridge was closed while it worked on this call")
+        raise ClosedError(f"worker {name!r} was closed; make a new one with bridge.worker(...)")
+
     def _raise_dead(self, was_running: bool) -> NoReturn:
+        if self._is_replaced:
+            self._raise_closed(was_running)
         death = self._link.death_of(self.facts.incarnation, REPORT_S)
         name, pid = self.facts.name, self.facts.pid
         if death is None:
@@ -239,7 +265,7 @@ class Connection:
         doing = "while it worked on this call" if was_running else "before this call was sent"
         said = f"\nIts last output:\n{death.output}" if death.output else "\nIt had printed nothing."
         raise WorkerDiedError(
-            f"worker {name!r} (pid {pid}) ended {how} {doing}; worker.restart() starts it again.{said}",
+            f"worker {name!r} (pid {pid}) ended {how} {doing}; {self.advise(death.exit_code)}.{said}",
             exit_code=death.exit_code,
             signal=death.signal,
             output=death.output,
@@ -248,7 +274,11 @@ class Connection:
 
     # -- calls nobody waits for ------------------------------------------------------------------
 
-    def _abandon(self, line: Line, call_id: int) -> None:
+    def _abandon(self, line: Line, call_id: int, received: Sequence[Any]) -> None:
+        if received:  # interrupted after the reply had come: nobody will look at it
+            self._decline(received[0])
+            self._lines.check_in(line)
+            return
         self._ours.cancel(call_id)
         self._lines.set_aside(line)
         self._link.interrupt(self.facts.incarnation)
@@ -295,6 +325,10 @@ class Connection:
         except (TetherClosedError, GradwireError, OSError):
             self._link.unwatch(self._tether_fd)
             self._gone.set()
+
+    def replace(self) -> None:
+        """Before `close`: another incarnation takes over, and whoever waits here is told that rather than of an end."""
+        self._is_replaced = True
 
     def close(self) -> None:
         """Stop using the worker. Views of its results stay valid. Idempotent."""

@@ -12,9 +12,10 @@ from gradwire.connection import Connection
 from gradwire.site import Outcome, Site, SpecResult
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.chain import serving
 from gradwire_wire.dtypes import checked_dtype
-from gradwire_wire.errors import ProtocolError, ResidualLostError
-from gradwire_wire.structures import fill
+from gradwire_wire.errors import ProtocolError, ResidualLostError, WorkerDiedError
+from gradwire_wire.structures import fill, flatten
 from gradwire_wire.words import Word, linear_count
 
 __all__ = ["Handle"]
@@ -46,6 +47,8 @@ class Handle:
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
         self.is_module = False
         self.training: bool | None = None
+        self._has_moved = False  # whether the module's state is no longer its factory's
+        self._knows_of_death = False
         self._ready()
 
     @property
@@ -65,7 +68,25 @@ class Handle:
         with self._lock:
             if connection is not self._loaded:
                 self._load(connection)
+                self._tell_of_loss(connection)
         return connection
+
+    @property
+    def revives(self) -> bool:
+        """Whether the worker is started again by itself when it died."""
+        return self._loaded is not None and self._loaded.revives
+
+    def _tell_of_loss(self, connection: Connection) -> None:
+        """State went with a death that no call of ours has met: going on as if it were there would be silently wrong."""
+        is_news = self._has_moved and connection.follows_death and not self._knows_of_death
+        self._has_moved = self._knows_of_death = False
+        if is_news:
+            raise WorkerDiedError(
+                f"worker {connection.facts.name!r} died between calls and was started again: {self._target} is as new "
+                "from its factory, and what it had learned or loaded is lost. Load a state that you saved with "
+                "load_state_dict(), or go on with the new one: the next call does",
+                was_running=False,
+            )
 
     def _load(self, connection: Connection) -> None:
         reply, _ = connection.request(
@@ -77,9 +98,22 @@ class Handle:
         )
         facts = fill(reply.structure, [])
         self._remote, self.is_module = facts["remote"], facts["is_module"]
-        self.training = facts["training"]
+        self._resume_mode(connection, facts["training"])
         self._specs.clear()
         self._loaded = connection
+
+    def _resume_mode(self, connection: Connection, training: bool | None) -> None:
+        """A module that is loaded again gets the mode that its proxies know it to be in."""
+        wanted, self.training = self.training, training
+        if training is None or wanted is None or wanted == training:
+            return
+        structure, _ = flatten([[wanted], {}], lambda x: False)
+        connection.request(
+            lambda call_id, headers: messages.State(call_id, self._remote, "train", structure, headers),
+            [],
+            None,
+        )
+        self.training = wanted
 
     def invoke(
         self,
@@ -96,6 +130,21 @@ class Handle:
         keep: 0, `messages.KEEP` or `messages.KEEP_ROWS`. token: of a kept forward (int), or rows
         (batch, 2) of (token, row). Any thread. Raises what the worker reports, or why it cannot.
         """
+        if self.is_module and site.training is not False:
+            self._has_moved = True  # one without modes may have any state
+        has_moved = self._has_moved
+        try:
+            return self._invoke(site, word, carriers, keep, token, token_ops)
+        except WorkerDiedError as error:
+            self._knows_of_death = True
+            never_sent = self.revives and not error.was_running and not has_moved
+            if not (site.retry or never_sent):
+                raise
+        return self._invoke(site, word, carriers, keep, token, token_ops)
+
+    def _invoke(
+        self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int
+    ) -> Outcome:
         connection = self._ready()
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
@@ -136,7 +185,7 @@ class Handle:
                 site.seed,
                 headers,
                 released,
-                [],
+                serving(),
             )
 
         reply, frames = connection.request(make, carriers, site.timeout_s)
@@ -181,6 +230,8 @@ class Handle:
     ) -> tuple[bytes, list[Carrier]]:
         """Ask for a verb about the module's state; returns a tree and its leaves."""
         connection = self._ready()
+        if verb in ("load_state_dict", "step"):
+            self._has_moved = True
         reply, frames = connection.request(
             lambda call_id, headers: messages.State(call_id, self._remote, verb, structure, headers),
             carriers,

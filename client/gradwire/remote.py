@@ -61,6 +61,7 @@ class Options:
     vmap: str = "batch"
     out_spec: Any = None
     family: str | None = None
+    retry: bool = False
 
     def __post_init__(self) -> None:
         number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
@@ -84,6 +85,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "compile": ("auto", True, False),
     "vmap": ("batch", "sequential"),
     "family": (None, "numpy", *FAMILIES),
+    "retry": (True, False),
 }
 
 
@@ -170,7 +172,8 @@ class Remote:
 
         timeout: seconds a call may take. seed: makes calls reproducible (in JAX also one that is traced, or a key). residuals: "keep", or "recompute" the
         forward at the pullback. compile: "auto", True, False. vmap: "batch" or "sequential". out_spec: result tree of
-        `ShapeDtype`, where it cannot be found out. family: the result's, where no argument tells it.
+        `ShapeDtype`, where it cannot be found out. family: the result's, where no argument tells it. retry: a call whose
+        worker died is made once more in the new process; for functions that may run twice, with ``restart=`` of the worker.
         """
         known = [f.name for f in fields(Options)]
         unknown = sorted(set(changes) - set(known))
@@ -178,7 +181,20 @@ class Remote:
             raise UsageError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
         if family_of(changes.get("seed")):
             changes["seed"] = _seed(changes["seed"])
+        if changes.get("retry"):
+            self._check_retry()
         return Remote(self.handle, self._background, replace(self._options, **changes))
+
+    def _check_retry(self) -> None:
+        if self.handle.is_module:
+            raise UsageError(
+                f"{self!r} is a module: it has state, which a new process does not have, so its calls are never repeated. "
+                "Load what is pure with worker.function(...)"
+            )
+        if not self.handle.revives:
+            raise UsageError(
+                "retry=True needs a worker that is started again: bridge.worker(..., restart='on-failure')"
+            )
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -270,6 +286,7 @@ class Remote:
             "timeout_s": options.timeout,
             "residuals": options.residuals,
             "vmap": options.vmap,
+            "retry": options.retry,
             "out_spec": None if options.out_spec is None else _spec_result(options.out_spec),
         }
         return Site(structure, **{**settings, **overrides})

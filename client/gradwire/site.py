@@ -24,6 +24,7 @@ class Site:
     anchored: operand 0 is the anchor, a float32 scalar that the target never sees; its gradient is 0.
     seeded: the operand before the first of the target's own (after the anchor) is the seed.
     stateful: must happen exactly as often and in the order written.
+    retry: may be repeated once in a new process where the worker died; the user calls it idempotent.
     """
 
     structure: bytes
@@ -38,6 +39,7 @@ class Site:
     residuals: str = "keep"
     vmap: str = "batch"
     out_spec: SpecResult | None = None
+    retry: bool = False
 
     @property
     def hidden(self) -> list[str]:

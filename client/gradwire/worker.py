@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from gradwire.background import Background
@@ -11,32 +12,44 @@ from gradwire.connection import Connection
 from gradwire.families import barrier, exported, is_leaf
 from gradwire.handle import Handle
 from gradwire.remote import Remote
-from gradwire_wire.errors import ClosedError, GradwireError
+from gradwire.restarts import MOST_EARLY_ENDS, Restarts
+from gradwire_wire.errors import ClosedError, GradwireError, WorkerStartError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.structures import flatten, positional
 
 __all__ = ["Worker"]
 
 HANDSHAKE_S = 30.0
+REPORT_S = 1.5
+ENDING_S = 1.0
 
 
 class Worker:
-    """One interpreter with one framework. Made by `Bridge.worker`; usable from any thread."""
+    """One interpreter with one framework. Made by `Bridge.worker`; usable from any thread.
 
-    def __init__(self, link: BrokerLink, memory: Memory, spec: WorkerSpec) -> None:
+    ``_lock`` is held while the process is replaced: calls made meanwhile wait for the new one.
+    """
+
+    def __init__(self, link: BrokerLink, memory: Memory, spec: WorkerSpec, restart: str = "never") -> None:
+        self._restarts = Restarts(restart)
         self._link, self._memory, self._spec = link, memory, spec
         self._lock = threading.Lock()
+        self._ending = threading.Event()
         self._background = Background(f"gradwire-{spec.name}")
         self._closed = False
+        self._failure: str | None = None
         self._connection = self._start()
+        self._since = time.monotonic()
 
     def _start(self) -> Connection:
         facts = self._link.start_worker(self._spec)
         try:
-            return Connection(self._link, facts, self._memory, HANDSHAKE_S)
+            made = Connection(self._link, facts, self._memory, HANDSHAKE_S)
         except BaseException:
             self._link.stop_worker(facts.incarnation)
             raise
+        made.advise, made.revives = self._restarts.advice, self._restarts.revives
+        return made
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"pid {self.pid}" if self.alive else "dead"
@@ -60,9 +73,67 @@ class Worker:
         return Remote(Handle(self._present, "module", target, structure, carriers), self._background)
 
     def _present(self) -> Connection:
-        if self._closed:
+        connection = self._connection
+        if connection.is_alive and not self._closed:
+            return connection
+        return self._revived()
+
+    def _revived(self) -> Connection:
+        """After a death or during a restart: waits for what is under way, then starts the worker if its policy says so."""
+        with self._lock:
+            self._check_open()
+            connection = self._connection
+            if connection.is_alive:
+                return connection
+            death = self._link.death_of(self._facts.incarnation, REPORT_S)
+            exit_code = death.exit_code if death is not None else None
+            if self._failure is None and not self._restarts.wants(exit_code):
+                return connection  # which tells how it died
+            if not self._restarts.revives:
+                raise WorkerStartError(
+                    f"worker {self.name!r} did not restart; worker.restart() tries again. {self._failure}"
+                )
+            self._revive(has_died=self._failure is None)
+            return self._connection
+
+    def _revive(self, has_died: bool) -> None:
+        """The policy's restart, by the call that needs it. Raises WorkerStartError (lock held)."""
+        restarts, connection = self._restarts, self._connection
+        if has_died and not connection.is_counted:
+            connection.is_counted = True
+            restarts.note_end(time.monotonic() - self._since, connection.calls > 0)
+        if restarts.is_given_up:
+            raise WorkerStartError(
+                f"worker {self.name!r} ended {MOST_EARLY_ENDS} times in a row at its start and was given up; "
+                f"worker.restart() tries it once more. {self._failure or ''}".rstrip()
+            )
+        self._ending.wait(restarts.delay_s)
+        self._check_open()
+        try:
+            self._replace()
+        except WorkerStartError as error:
+            restarts.note_end(0.0, has_answered=False)
+            raise WorkerStartError(f"{error}\n  {restarts.advice(None)}") from error
+        self._connection.follows_death = True
+
+    def _replace(self) -> None:
+        """Another process in place of this one (lock held)."""
+        old = self._connection
+        old.replace()
+        old.close()
+        old.bury()
+        try:
+            made = self._start()
+        except GradwireError as error:
+            self._failure = str(error)
+            raise
+        self._failure, self._connection, self._since = None, made, time.monotonic()
+        if self._closed:  # meanwhile, by somebody who could not wait for the start
+            made.close()
+
+    def _check_open(self) -> None:
+        if self._closed or self._ending.is_set():
             raise ClosedError(f"worker {self.name!r} was closed; make a new one with bridge.worker(...)")
-        return self._connection
 
     @property
     def _facts(self) -> WorkerFacts:
@@ -88,21 +159,28 @@ class Worker:
         """Whether the process is there, as far as is known without asking it."""
         return not self._closed and self._connection.is_alive
 
+    @property
+    def keeps_name(self) -> bool:
+        """Whether no other worker may take its name: it is there, or may come back."""
+        return self.alive or (self._restarts.revives and not self._closed)
+
     def restart(self) -> None:
         """End the process, whatever it is doing, and start it again; targets are loaded again at their next call.
 
-        Modules begin anew from their factory: parameters that were trained are lost unless saved.
+        Modules begin anew from their factory, in the mode they were in: parameters that were trained are lost unless
+        saved. Calls in flight raise WorkerDiedError; calls made meanwhile wait for the new process.
         """
+        self._check_open()
         with self._lock:
-            if self._closed:
-                raise ClosedError(f"worker {self.name!r} was closed; make a new one with bridge.worker(...)")
+            self._check_open()
+            self._restarts.forget()
+            self._connection.replace()
             self._link.stop_worker(self._facts.incarnation, 1.0)
-            self._connection.close()
-            self._connection.bury()
-            self._connection = self._start()
+            self._replace()
 
     def close(self) -> None:
         """End the process. Results that are here stay valid. Idempotent."""
+        self._ending.set()
         with self._lock:
             if self._closed:
                 return
@@ -116,10 +194,15 @@ class Worker:
 
     def detach(self) -> None:
         """The broker is going, and the process with it: only let go of what is here."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
+        self._ending.set()
+        is_mine = self._lock.acquire(timeout=ENDING_S)  # a start under way ends with the broker
+        try:
             self._background.close()
             self._connection.close()
+        finally:
+            if is_mine:
+                self._lock.release()
 
     def bury(self) -> None:
         """After `detach`, once the broker has ended the process."""

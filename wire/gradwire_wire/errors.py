@@ -119,7 +119,7 @@ class WorkerDiedError(WorkerError):
     """The worker process ended; the call may or may not have run.
 
     Attributes: ``exit_code`` (int or None), ``signal`` (name such as "SIGKILL", or None),
-    ``output`` (its last lines), ``was_running`` (whether this call had been sent).
+    ``output`` (its last lines), ``was_running`` (whether this call had been sent), ``retry_safe`` (not so).
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class WorkerDiedError(WorkerError):
         self.signal = signal
         self.output = output
         self.was_running = was_running
+        self.retry_safe = not was_running
 
 
 class ResidualLostError(WorkerError):

@@ -307,10 +307,19 @@ class Exchange:
         try:
             for raw in headers:
                 carriers.append(None if raw is None else self.borrow(raw, frames))
-        except BaseException:
+        except BaseException as error:
             self.decline(headers[len(carriers) + 1 :])
+            if isinstance(error, KeyboardInterrupt) and len(carriers) < len(headers):
+                self._decline_unleased(headers[len(carriers)])
             raise
         return carriers
+
+    def _decline_unleased(self, raw: Any) -> None:
+        """Ctrl-C came while this was borrowed: a lease that was made by then ends the loan by itself."""
+        if type(raw) is list and len(raw) == 8 and type(raw[0]) is int:
+            segment = self._theirs.get(raw[0])
+            if segment is None or raw[2] not in segment.leases:
+                self.decline([raw])
 
     def borrow(self, raw: Any, frames: Sequence[bytes]) -> Carrier:
         """A leased view of what a received header describes, or a copy if the bytes came along.

@@ -7,17 +7,19 @@ reply can block: a client that is gone or does not read loses its reply, and its
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import time
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Callable, NamedTuple, Sequence, Union
+from typing import Any, Callable, Iterator, NamedTuple, Sequence, Union
 
 import numpy as np
 
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.chain import check_not_in_chain, serve
 from gradwire_wire.dtypes import BY_NAME, checked_dtype
 from gradwire_wire.errors import (
     DtypeError,
@@ -53,6 +55,7 @@ from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
 from gradwire_workers.program import Program, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
+from gradwire_workers.state import CHANGES
 from gradwire_workers.state import State as ModuleState
 from gradwire_workers.targets import find_target, is_factory
 
@@ -291,11 +294,7 @@ class Desk:
     def _call(self, session: Session, call: Call, carriers: list[Carrier | None]) -> Reply:
         program = self._program(call.remote)
         self._residuals.release(call.released, session.client_id)
-        if self._incarnation in call.chain:
-            raise UsageError(
-                f"worker {self._name!r} was called by a call that it is itself waiting for (A → B → A); "
-                "it serves one call at a time, so this could never finish"
-            )
+        check_not_in_chain(self._incarnation, self._name, call.chain)
         site = _site_of(call, program)
         word = checked_word(call.word, len(call.headers))
         if _is_seeded(call):
@@ -303,10 +302,12 @@ class Desk:
         operands = self._operands(call, carriers)
         start = time.perf_counter_ns()
         try:
+            serve([*call.chain, self._incarnation])
             self._interrupts.begin(session.marks, call.call_id)
             result, residual = evaluate(program, site, word, call, operands, self._residuals)
         finally:
             self._interrupts.end()
+            serve(())
         elapsed = time.perf_counter_ns() - start
         token = 0
         if residual is not None:
@@ -316,6 +317,18 @@ class Desk:
         except BaseException:
             self._residuals.release([token], session.client_id)
             raise
+
+    @contextlib.contextmanager
+    def _users_code(self, session: Session, call_id: int, is_interruptible: bool = True) -> Iterator[None]:
+        """What runs here is the user's: it may be interrupted by its caller, and what it calls is part of this call."""
+        serve([self._incarnation])
+        try:
+            if is_interruptible:
+                self._interrupts.begin(session.marks, call_id)
+            yield
+        finally:
+            self._interrupts.end()
+            serve(())
 
     def _operands(self, call: Call, carriers: list[Carrier | None]) -> list[Any]:
         """The operands as the framework's tensors; None where the client left one out.
@@ -340,7 +353,8 @@ class Desk:
         if _is_seeded(spec):
             del avals[_seed_place(spec, len(avals))]
         try:
-            results, structure = program.spec(site, avals)
+            with self._users_code(session, spec.call_id):
+                results, structure = program.spec(site, avals)
         except DtypeError:
             self._refuse_operands(spec, avals)
             raise
@@ -357,6 +371,14 @@ class Desk:
 
     def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Reply:
         args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
+        with self._users_code(session, load.call_id):
+            program = self._made(load, args, kwargs)
+        number = self._register(program)
+        facts = {"remote": number, "is_module": program.is_module, "training": program.training}
+        return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
+
+    def _made(self, load: Load, args: list[Any], kwargs: dict[str, Any]) -> Program:
+        """The target, imported and, where it is a module's factory, called."""
         found = find_target(load.target)
         is_module = load.kind == "module"
         if is_module and is_factory(found):
@@ -365,10 +387,8 @@ class Desk:
             raise UsageError(f"{load.target} is an instance, not a factory: it takes no arguments here")
         if not callable(found):
             raise UsageError(f"{load.target} gave a {type(found).__name__}, which cannot be called")
-        program = self._engine.program(found, is_module=is_module)
-        number = self._register(program)
-        facts = {"remote": number, "is_module": program.is_module, "training": program.training}
-        return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
+        made: Program = self._engine.program(found, is_module=is_module)
+        return made
 
     def _register(self, program: Program) -> int:
         number = len(self._programs) + 1
@@ -377,7 +397,9 @@ class Desk:
 
     def _change_state(self, session: Session, state: State, carriers: list[Carrier | None]) -> Reply:
         args, kwargs = fill_call(state.structure, _all_there(carriers))
-        tree = self._state.act(self._program(state.remote), state.verb, args, kwargs)
+        program = self._program(state.remote)
+        with self._users_code(session, state.call_id, is_interruptible=state.verb not in CHANGES):
+            tree = self._state.act(program, state.verb, args, kwargs)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
         return self._done(session, state.call_id, leaves, structure)
 

@@ -13,7 +13,10 @@ from gradwire_workers.program import Optimizer, Program
 from gradwire_workers.selection import selected
 from gradwire_workers.targets import find_target
 
-__all__ = ["State"]
+__all__ = ["CHANGES", "State"]
+
+CHANGES = frozenset({"train", "load_state_dict", "step", "zero_grad"})
+"""Verbs that are not interrupted: half of them done would leave a module that nobody has asked for."""
 
 
 class _Made(NamedTuple):

@@ -1,0 +1,139 @@
+"""Targets that die, count, wait and call others, in a numpy worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def nap(x: Any, seconds: float) -> Any:
+    time.sleep(seconds)
+    return x
+
+
+def pid(x: Any) -> Any:
+    return x + os.getpid()
+
+
+def die_once(x: Any, note: str) -> Any:
+    """Killed where there is no note yet; counts its runs in it."""
+    path = Path(note)
+    runs = len(path.read_text()) if path.exists() else 0
+    path.write_text("x" * (runs + 1))
+    if not runs:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def leave(x: Any, code: int) -> Any:
+    os._exit(code)
+
+
+def on_main_thread(x: Any) -> Any:
+    return x * (threading.current_thread() is threading.main_thread())
+
+
+class Counter:
+    """A module with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: Any) -> Any:
+        self.count += 1
+        return x * 0 + self.count
+
+
+def dot(x: Any, y: Any) -> Any:
+    return np.float64(x @ y)
+
+
+dot.vjp = lambda x, y: (dot(x, y), lambda bar: (bar * y, bar * x))  # type: ignore[attr-defined]
+
+
+# ---- Calling others ------------------------------------------------------------------------------------------------
+
+
+class _NoLink:
+    """What a connection asks of a broker, where there is none in this process."""
+
+    def watch(self, fd: int, act: Any) -> None: ...
+
+    def unwatch(self, fd: int) -> None: ...
+
+    def interrupt(self, incarnation: bytes) -> None: ...
+
+    def death_of(self, incarnation: bytes, wait_s: float = 0.0) -> None: ...
+
+
+_remotes: dict[Any, Any] = {}
+
+
+def remote_of(facts: list[Any], target: str) -> Any:
+    """A proxy in this process of what another worker has."""
+    from gradwire.background import Background
+    from gradwire.broker_link import WorkerFacts
+    from gradwire.connection import Connection
+    from gradwire.handle import Handle
+    from gradwire.remote import Remote
+    from gradwire_wire.exchange import Memory
+    from gradwire_wire.structures import positional
+
+    key = (facts[1], target)
+    if key not in _remotes:
+        connection = Connection(_NoLink(), WorkerFacts(*facts, {}), Memory(), 5.0)  # type: ignore[arg-type]
+        handle = Handle(lambda: connection, "function", target, positional(0), [])
+        _remotes[key] = Remote(handle, Background("nested"))
+    return _remotes[key]
+
+
+def relay(x: Any, stations: list[Any], how: str = "plainly") -> Any:
+    """x doubled by the last station; each is [facts, how it is called]."""
+    if not stations:
+        return x * 2
+    (facts, way), *rest = stations
+    following = remote_of(facts, "fragile:relay")
+    if way == "in a thread":
+        return _in_thread(lambda: following(x, rest))
+    if way == "submitted":
+        return following.submit(x, rest).result(20.0)
+    if way == "asyncio":
+        import asyncio
+
+        return asyncio.run(following.aio(x, rest))
+    return following(x, rest)
+
+
+def _in_thread(act: Any) -> Any:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+if os.environ.get("FRAGILE_IMPORT") == "slow":
+    print("importing", flush=True)
+    time.sleep(60)
+if "fragile_dies" in sys.argv:
+    os._exit(9)

@@ -1,0 +1,261 @@
+"""Workers that are started again, by policy or by hand, and what that does to calls, modules and pullbacks."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+X = np.arange(3.0)
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Iterator[gw.Bridge]:
+    with gw.connect() as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def make(bridge: gw.Bridge) -> Iterator[Callable[..., gw.Worker]]:
+    """A worker of its own: make(restart="...")."""
+    made: list[gw.Worker] = []
+
+    def start(**settings: Any) -> gw.Worker:
+        made.append(bridge.worker("numpy", path=[TARGETS], threads=1, **settings))
+        return made[-1]
+
+    yield start
+    for worker in made:
+        worker.close()
+
+
+def kill(worker: gw.Worker, number: int = signal.SIGKILL) -> None:
+    """And wait until this process knows."""
+    os.kill(worker.pid, number)
+    deadline = time.monotonic() + 5
+    while worker.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_next_call_starts_it_and_the_call_in_flight_is_told(make: Callable[..., gw.Worker]) -> None:
+    worker = make(restart="on-failure")
+    leave, double = worker.function("fragile:leave"), worker.function("fragile:double")
+    first = worker.pid
+    with pytest.raises(
+        gw.WorkerDiedError, match=r"next call starts it again.*restart='on-failure'"
+    ) as caught:
+        leave(X, 7)
+    assert (caught.value.exit_code, caught.value.retry_safe) == (7, False)
+    np.testing.assert_array_equal(double(X), X * 2)
+    assert worker.pid != first
+    kill(worker)
+    np.testing.assert_array_equal(double(X), X * 2)  # nothing was under way: nothing to tell of a function
+
+
+def test_on_failure_leaves_an_end_by_itself_alone(make: Callable[..., gw.Worker]) -> None:
+    worker = make(restart="on-failure")
+    leave = worker.function("fragile:leave")
+    for _ in range(2):
+        with pytest.raises(gw.WorkerDiedError, match=r"worker\.restart\(\)"):
+            leave(X, 0)
+    always = make(restart="always")
+    with pytest.raises(gw.WorkerDiedError):
+        always.function("fragile:leave")(X, 0)
+    np.testing.assert_array_equal(always.function("fragile:double")(X), X * 2)
+
+
+def test_a_call_is_never_repeated_unless_the_user_says_so(
+    make: Callable[..., gw.Worker], tmp_path: pathlib.Path
+) -> None:
+    worker = make(restart="on-failure")
+    die_once = worker.function("fragile:die_once")
+    with pytest.raises(gw.WorkerDiedError):
+        die_once(X, str(tmp_path / "plain"))
+    assert (tmp_path / "plain").read_text() == "x"
+    np.testing.assert_array_equal(die_once.options(retry=True)(X, str(tmp_path / "retried")), X)
+    assert (tmp_path / "retried").read_text() == "xx"
+    big = np.ones(1 << 20)
+    assert (die_once.options(retry=True)(big, str(tmp_path / "big")) == 1).all()
+
+
+def test_a_retry_is_made_once(make: Callable[..., gw.Worker]) -> None:
+    worker = make(restart="always")
+    with pytest.raises(gw.WorkerDiedError) as caught:
+        worker.function("fragile:leave").options(retry=True)(X, 3)
+    assert caught.value.exit_code == 3
+
+
+def test_what_cannot_be_retried_is_refused(make: Callable[..., gw.Worker]) -> None:
+    with pytest.raises(gw.UsageError, match="state"):
+        make(restart="always").module("fragile:Counter").options(retry=True)
+    with pytest.raises(gw.UsageError, match="restart="):
+        make().function("fragile:double").options(retry=True)
+    with pytest.raises(gw.UsageError, match="on-failure"):
+        make(restart="perhaps")
+
+
+def test_a_module_is_as_new_and_that_is_told_once(make: Callable[..., gw.Worker]) -> None:
+    worker = make(restart="always")
+    counter = worker.module("fragile:Counter")
+    for expected in (1, 2, 3):
+        assert (counter(X) == expected).all()
+    kill(worker)
+    with pytest.raises(gw.WorkerDiedError, match="load_state_dict") as caught:
+        counter(X)
+    assert caught.value.retry_safe
+    assert (counter(X) == 1).all()
+    worker.restart()
+    assert (counter(X) == 1).all(), "who restarts it by hand knows"
+
+
+def test_a_module_is_loaded_again_in_the_mode_it_was_in(
+    bridge: gw.Bridge, torch_python: pathlib.Path
+) -> None:
+    worker = bridge.worker("torch", python=torch_python, threads=1, restart="on-failure")
+    norm = worker.module("torch.nn:BatchNorm1d", 2).eval()
+    x = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
+    expected = norm(x)
+    kill(worker)
+    np.testing.assert_array_equal(norm(x), expected)
+    assert norm.training is False
+    norm.train()
+    norm(x)
+    worker.restart()
+    assert norm.training is True
+    worker.close()
+
+
+def test_a_pullback_of_a_former_life_is_lost_or_recomputed(make: Callable[..., gw.Worker]) -> None:
+    worker = make(restart="always")
+    dot = worker.function("fragile:dot")
+    _, pullback = dot.vjp(X, X)
+    kill(worker)
+    with pytest.raises(gw.ResidualLostError, match="recompute"):
+        pullback(np.float64(1.0))
+    _, pullback = dot.options(residuals="recompute").vjp(X, X)
+    kill(worker)
+    np.testing.assert_array_equal(pullback(np.float64(1.0))[0], X)
+
+
+def test_calls_during_a_restart_wait_for_the_new_process(make: Callable[..., gw.Worker]) -> None:
+    worker = make()
+    nap = worker.function("fragile:nap")
+    done = threading.Event()
+    errors: list[BaseException] = []
+    answers = []
+
+    def call_again_and_again() -> None:
+        while not done.is_set():
+            try:
+                answers.append(nap(X, 0.01))
+            except gw.GradwireError as error:
+                errors.append(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(call_again_and_again) for _ in range(4)]
+        for _ in range(3):
+            time.sleep(0.2)
+            worker.restart()
+        time.sleep(0.2)
+        done.set()
+        for call in calls:
+            call.result(10)
+    assert len(answers) > 10
+    for error in errors:  # only of calls that were under way
+        assert isinstance(error, gw.WorkerDiedError) and error.was_running, error
+        assert "was restarted while it worked on this call" in str(error)
+
+
+def test_a_worker_that_dies_at_its_start_is_given_up(
+    make: Callable[..., gw.Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter is a script that works once."""
+    monkeypatch.setattr("gradwire.restarts.FIRST_DELAY_S", 0.01)
+    note, python = tmp_path / "note", tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ -e {note} ]; then echo "broken now" >&2; exit 9; fi\ntouch {note}\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    worker = make(restart="always", python=python)
+    double = worker.function("fragile:double")
+    kill(worker)
+    for attempt in range(5):
+        with pytest.raises(gw.WorkerStartError, match="broken now") as caught:
+            double(X)
+        assert ("given up" in str(caught.value)) == (attempt == 4), attempt
+    start = time.monotonic()
+    with pytest.raises(gw.WorkerStartError, match=r"given up; worker\.restart\(\) tries it once more"):
+        double(X)
+    assert time.monotonic() - start < 0.5
+    note.unlink()
+    worker.restart()
+    np.testing.assert_array_equal(double(X), X * 2)
+
+
+def test_closing_while_a_restart_waits_is_bounded(
+    make: Callable[..., gw.Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.restarts.FIRST_DELAY_S", 30.0)
+    worker = make(restart="always")
+    double = worker.function("fragile:double")
+    for _ in range(2):
+        double(X)
+        kill(worker)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(double, X)
+        time.sleep(0.3)
+        start = time.monotonic()
+        worker.close()
+        with pytest.raises(gw.ClosedError):
+            call.result(5)
+        assert time.monotonic() - start < 3.0
+
+
+# ---- One that calls another (R68) ----------------------------------------------------------------------------------------
+
+
+def station(worker: gw.Worker, way: str = "plainly") -> list[Any]:
+    return [list(worker._connection.facts[:6]), way]
+
+
+WAYS = ["plainly", "in a thread", "submitted", "asyncio"]
+
+
+@pytest.fixture(scope="module")
+def three(bridge: gw.Bridge) -> list[gw.Worker]:
+    return [bridge.worker("numpy", path=[TARGETS], threads=1, name=name) for name in "abc"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_r68_a_worker_that_calls_another(three: list[gw.Worker], way: str) -> None:
+    a, b, c = three
+    result = a.function("fragile:relay")(X, [station(b, way), station(c, way)])
+    np.testing.assert_array_equal(result, X * 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_r68_a_call_that_comes_back_is_refused_at_once(three: list[gw.Worker], way: str, length: int) -> None:
+    """A → A, A → B → A, A → B → C → A."""
+    a, b, c = three
+    stations = [station(w, way) for w in (b, c)[: length - 1]] + [station(a, way)]
+    relay = a.function("fragile:relay")
+    start = time.monotonic()
+    with pytest.raises(gw.UsageError, match="A → B → A"):
+        relay.options(timeout=20.0)(X, stations)
+    assert time.monotonic() - start < 3.0
+    np.testing.assert_array_equal(relay(X, [station(b), station(c)]), X * 2)
