@@ -27,12 +27,14 @@ from gradwire_wire.errors import (
     DeadlineError,
     ForkedError,
     GradwireError,
+    MemoryExhaustedError,
     ProtocolError,
     ResidualLostError,
     WorkerDiedError,
     remote_error,
 )
 from gradwire_wire.exchange import Exchange, Memory, close_all
+from gradwire_wire.lane import TooLong
 from gradwire_wire.messages import Done, Failed, Long
 from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import TetherClosedError, connect_tether
@@ -41,6 +43,7 @@ __all__ = ["Connection"]
 
 LOOK_MS = 100
 REPORT_S = 1.5
+SHORT_S = 0.02  # while descriptors are short the tether is looked at at this pace
 
 
 class Connection:
@@ -155,7 +158,12 @@ class Connection:
         try:
             frame = messages.pack(message)
             line = self._lines.check_out(len(frame), len(further))
-            line.send_nowait([frame, *further])
+            try:
+                line.send_nowait([frame, *further])
+            except TooLong:
+                self._lines.check_in(line)
+                line = self._lines.check_out_dealer()
+                line.send_nowait([frame, *further])
         except sockets.Unreachable:
             self.exchange.take_back(headers)
             if line is not None:
@@ -176,7 +184,7 @@ class Connection:
         line = self._lines.check_out(len(frame), 0)
         try:
             line.send_nowait([frame])
-        except sockets.Unreachable:
+        except (sockets.Unreachable, TooLong):
             line.close()
         else:
             self._lines.check_in(line)
@@ -322,6 +330,10 @@ class Connection:
         """In the link's thread: segments have been announced, or the worker is gone."""
         try:
             self.exchange.receive_segments()
+        except MemoryExhaustedError:  # no descriptor left: it stays to be read, by whoever needs it
+            time.sleep(SHORT_S)
+            if self._link.death_of(self.facts.incarnation) is not None:
+                self._gone.set()
         except (TetherClosedError, GradwireError, OSError):
             self._link.unwatch(self._tether_fd)
             self._gone.set()

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
-from gradwire_wire.sockets import Dealer, Unreachable
+from gradwire_wire.sockets import Dealer, SocketError, Unreachable
 
 __all__ = ["Line", "Lines", "lanes_wanted"]
 
@@ -54,11 +55,21 @@ class Lines:
                 lane = self._open_lane()
                 if lane is not None:
                     return lane
+        return self.check_out_dealer()
+
+    def check_out_dealer(self) -> Dealer:
+        """A line by ZeroMQ, which takes every message. MemoryExhaustedError where this process has no descriptor left."""
         try:
             return self._dealers.pop()
         except IndexError:
             identity = self._client_id + next(self._numbers).to_bytes(4, "big")
+        try:
             return Dealer(self._endpoint, identity, self._look_ms)
+        except SocketError as error:
+            raise MemoryExhaustedError(
+                f"this process cannot open a further line to its worker: {error}. Close files, call from fewer threads "
+                "at once, or raise the limit (ulimit -n)"
+            ) from error
 
     def _open_lane(self) -> Lane | None:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair, received_lane
+from gradwire_wire.lane import MAX_PACKET, Lane, TooLong, lane_pair, received_lane
 from gradwire_wire.sockets import Again, Unreachable
 
 
@@ -138,3 +138,16 @@ def test_R57_what_is_no_lane_is_closed(
     before = footprint()
     assert received_lane(make()) is None
     assert footprint() == before
+
+
+def test_a_packet_that_the_system_does_not_take_can_go_another_way() -> None:
+    """With small buffers, as some systems have them."""
+    one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    lane = Lane(one)
+    with pytest.raises(TooLong):
+        lane.send_nowait([bytes(60_000)])
+    lane.send_nowait([b"short"])
+    assert two.recv(100) == b"short"
+    lane.close()
+    two.close()

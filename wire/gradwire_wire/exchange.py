@@ -309,13 +309,13 @@ class Exchange:
                 carriers.append(None if raw is None else self.borrow(raw, frames))
         except BaseException as error:
             self.decline(headers[len(carriers) + 1 :])
-            if isinstance(error, KeyboardInterrupt) and len(carriers) < len(headers):
+            if isinstance(error, (KeyboardInterrupt, MemoryExhaustedError)) and len(carriers) < len(headers):
                 self._decline_unleased(headers[len(carriers)])
             raise
         return carriers
 
     def _decline_unleased(self, raw: Any) -> None:
-        """Ctrl-C came while this was borrowed: a lease that was made by then ends the loan by itself."""
+        """Ctrl-C came while this was borrowed, or it cannot be seen: a lease that was made by then ends the loan itself."""
         if type(raw) is list and len(raw) == 8 and type(raw[0]) is int:
             segment = self._theirs.get(raw[0])
             if segment is None or raw[2] not in segment.leases:
@@ -354,21 +354,17 @@ class Exchange:
         if not 0 < h.loan < Ledger.LOANS:
             raise ProtocolError(f"a header in a segment, with loan {h.loan}")
         if not segment.is_mapped:
-            self._map(segment, h.loan)
+            self._map(segment)
         lease = Lease(segment, h.byte_offset, h.nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
         try:
             return Carrier(segment.view(h.shape, _NUMPY[h.dtype], _steps(h), lease), h.dtype, lease.owned)
         except ValueError as error:
             raise _not_here(h, error) from error
 
-    def _map(self, segment: ForeignSegment, loan: int) -> None:
-        try:
-            with self._memory.lock:
-                if not segment.is_mapped:
-                    segment.map()
-        except MemoryExhaustedError:
-            self._ours.mark(loan)  # never looked at
-            raise
+    def _map(self, segment: ForeignSegment) -> None:
+        with self._memory.lock:
+            if not segment.is_mapped:
+                segment.map()
 
     def decline(self, headers: Sequence[Any]) -> None:
         """Return what a message lends without looking at it: nobody wants it any more."""

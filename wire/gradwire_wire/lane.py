@@ -17,6 +17,7 @@ Either end may be malicious or dying: it can send packets that are refused, or c
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -24,14 +25,19 @@ from typing import Any, Sequence
 
 from gradwire_wire.sockets import Again, Unreachable
 
-__all__ = ["MAX_PACKET", "Lane", "lane_pair", "received_lane"]
+__all__ = ["MAX_PACKET", "Lane", "TooLong", "lane_pair", "received_lane"]
 
 MAX_PACKET = 64 << 10
 """Bytes of a frame that may go by lane; a socket's buffer takes about 200 KiB."""
 
 
 # as plain numbers: the enumerations behind these names take 2 µs to combine
+_TOO_LONG = (errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM)
 _NOWAIT, _SEND = int(socket.MSG_DONTWAIT), int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+class TooLong(Exception):
+    """The system does not take a packet of this size (it has small buffers, or is short of them): go another way."""
 
 
 class Lane:
@@ -51,11 +57,13 @@ class Lane:
         return self._socket.fileno()
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
-        """Send the one frame without ever blocking; Unreachable where the peer is gone or does not read."""
+        """Send the one frame without ever blocking; Unreachable where the peer is gone or does not read. TooLong."""
         (frame,) = frames
         try:
             self._socket.send(frame, _SEND)
         except OSError as error:
+            if error.errno in _TOO_LONG:
+                raise TooLong(str(error)) from error
             raise Unreachable(str(error)) from error
 
     def receive(self) -> list[bytes]:

@@ -17,7 +17,7 @@ import time
 from typing import Any, Sequence
 
 from gradwire_wire import messages
-from gradwire_wire.errors import ConnectError, DeadlineError, ProtocolError
+from gradwire_wire.errors import ConnectError, DeadlineError, MemoryExhaustedError, ProtocolError
 
 __all__ = ["Tether", "TetherClosedError", "accept_tether", "connect_tether", "listen_tether"]
 
@@ -82,8 +82,10 @@ class Tether:
     def receive(self, timeout_s: float) -> tuple[Any, list[int]] | None:
         """The next packet and its descriptors, or None after ``timeout_s`` (0: do not wait).
 
-        The caller owns the descriptors. TetherClosedError at end of file; ProtocolError for what is no message.
+        The caller owns the descriptors. TetherClosedError at end of file; ProtocolError for what is no message;
+        MemoryExhaustedError where this process has no descriptor left for what may come along: then nothing was read.
         """
+        self._check_room()
         try:
             self._socket.settimeout(timeout_s)
             packet, rights, flags, _ = self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
@@ -102,6 +104,17 @@ class Tether:
             for fd in descriptors:
                 os.close(fd)
             raise
+
+    def _check_room(self) -> None:
+        """The kernel drops descriptors that do not fit, for ever: so they are only asked for where they do."""
+        try:
+            os.close(os.dup(self._socket.fileno()))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise MemoryExhaustedError(
+                    "too many files are open in this process for it to see further shared memory: close some, or raise "
+                    f"the limit (ulimit -n): {error}"
+                ) from error
 
     def close(self) -> None:
         """Close this end; the peer sees end of file. Idempotent; happens with the object, too."""

@@ -31,7 +31,7 @@ from gradwire_wire.errors import (
     VersionMismatchError,
 )
 from gradwire_wire.exchange import Exchange, Memory, close_all
-from gradwire_wire.lane import MAX_PACKET, Lane, received_lane
+from gradwire_wire.lane import MAX_PACKET, Lane, TooLong, received_lane
 from gradwire_wire.messages import (
     Call,
     Done,
@@ -64,6 +64,7 @@ __all__ = ["Desk"]
 Line = Union[Addressee, Lane]
 BYTES = BY_NAME["uint8"]
 RESIDUAL_BYTES = 512 << 20
+SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
 
 
 class Session:
@@ -151,6 +152,8 @@ class Desk:
             else:
                 session.exchange.receive_segments()
                 self._take_lanes(session)
+        except MemoryExhaustedError:  # no descriptor left: what has come stays to be read
+            time.sleep(SHORT_S)
         except (TetherClosedError, GradwireError, OSError):
             self._end(fd)
 
@@ -271,9 +274,21 @@ class Desk:
             _take_back(session, reply)
             frames = [messages.pack(faults.failed(reply.message.call_id, error))]
         try:
-            line.send_nowait(frames)
-        except sockets.Unreachable:
+            try:
+                line.send_nowait(frames)
+            except TooLong:
+                line.send_nowait([self._shortened(session, reply, frames)])
+        except (sockets.Unreachable, TooLong):
             _take_back(session, reply)
+
+    def _shortened(self, session: Session | None, reply: Reply, frames: list[bytes]) -> bytes:
+        """What stands for a packet that the system did not take, however short of buffers it is."""
+        assert session is not None
+        try:
+            return _by_memory(session, reply.message.call_id, frames)
+        except GradwireError as error:
+            _take_back(session, reply)
+            return messages.pack(faults.failed(reply.message.call_id, error))
 
     def _done(
         self,
