@@ -75,12 +75,12 @@ def test_those_already_pulled_go_first_then_the_least_recently_used() -> None:
     assert s.evicted == 2
 
 
-def test_those_already_pulled_may_have_a_quarter() -> None:
+def test_those_already_pulled_may_have_an_eighth() -> None:
     s = store(40, 1000)
     tokens = [s.add(kept(1000)) for _ in range(30)]
     for token in tokens:
         s.note_pulled(token)
-    assert len(s) == 10 and [s.find(t, 1) is not None for t in tokens] == [False] * 20 + [True] * 10
+    assert len(s) == 5 and [s.find(t, 1) is not None for t in tokens] == [False] * 25 + [True] * 5
 
 
 def test_one_that_is_larger_than_the_limit_is_kept_alone() -> None:

@@ -13,8 +13,9 @@ from typing import Any, Iterable, NamedTuple
 __all__ = ["Kept", "Residuals"]
 
 TOKENS = (1 << 32) - 1
-OVERHEAD = 8192
+OVERHEAD = 16384
 """Bytes that a kept graph takes beside its tensors: without them ten thousand small ones would count as nothing."""
+PULLED_SHARE = 8
 
 
 class Kept(NamedTuple):
@@ -29,7 +30,7 @@ class Kept(NamedTuple):
 class Residuals:
     """The store. ``first`` seeds the numbers, so that those of a former incarnation mean nothing here.
 
-    limit: bytes of all residuals; those already pulled may have a quarter of it.
+    limit: bytes of all residuals; those already pulled may have an eighth of it.
     """
 
     def __init__(self, limit: int, first: int) -> None:
@@ -73,7 +74,7 @@ class Residuals:
         """This token has served a pullback: it may go before those that have not."""
         if token in self._fresh.kept:
             self._pulled.put(token, *self._fresh.take(token))
-            while self._pulled.nbytes > self._limit // 4 and len(self._pulled.kept) > 1:
+            while self._pulled.nbytes > self._limit // PULLED_SHARE and len(self._pulled.kept) > 1:
                 self._drop_oldest(self._pulled)
 
     def release(self, tokens: Iterable[int], owner: bytes) -> None:
