@@ -1,7 +1,7 @@
 """The PyTorch worker: plain autograd on kept graphs. See `gradwire_workers.program.Engine`.
 
 ``program`` is the loaded target, ``tape`` its derivatives, ``kept`` its kept calls, ``shapes`` and ``shadows`` its spec,
-``state`` a module's state.
+``state`` a module's state, ``optimizers`` what moves it, ``functional`` the module as a function of its parameters.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
         torch.set_num_threads(threads)
     if device is not None:
         try:
-            _device = torch.device(device)
-            torch.empty(1, device=_device)
+            _device = torch.empty(1, device=torch.device(device)).device
         except (RuntimeError, AssertionError) as error:
             raise UsageError(
                 f"this worker has no device {device!r}: {error}. It has {', '.join(_devices())}"

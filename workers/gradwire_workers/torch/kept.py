@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from functools import partial
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,20 +11,38 @@ import torch
 from gradwire_wire.errors import ResidualLostError
 from gradwire_workers.torch.tape import filled, is_inexact, leaves_of, pull, push
 
-__all__ = ["Kept", "KeptRows", "saved_nbytes"]
+__all__ = ["Kept", "KeptRows", "own_leaves", "saved_nbytes"]
 
 
 class Kept:
     """A kept forward: leaves, results, and between them torch's graph. See `program.Residual`.
 
     owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`.
+    has_hooks: see `gradwire_workers.torch.hooks`. within: runs ``function(*args)`` as the forward was run, given the leaves.
     """
 
-    __slots__ = ("_anchored", "_generation", "_leaves", "_owner", "_results", "nbytes")
+    __slots__ = (
+        "_anchored",
+        "_generation",
+        "_has_hooks",
+        "_leaves",
+        "_owner",
+        "_results",
+        "nbytes",
+        "within",
+    )
 
     def __init__(
-        self, owner: Any, leaves: Sequence[Any], results: Sequence[Any], anchored: bool, nbytes: int
+        self,
+        owner: Any,
+        leaves: Sequence[Any],
+        results: Sequence[Any],
+        anchored: bool,
+        nbytes: int,
+        has_hooks: bool = False,
     ) -> None:
+        self.within: Callable[..., Any] | None = None
+        self._has_hooks = has_hooks
         self._owner, self._leaves, self._anchored, self.nbytes = owner, list(leaves), anchored, nbytes
         self._results = [y for y in results if is_inexact(y)]
         self._generation = owner.generation
@@ -36,13 +55,16 @@ class Kept:
             linear = leaves_of(linear)
         parameters = self._owner.trainable() if accumulate else ()
         wrt = [self._leaves[i] for i in op[1]]
-        results = self._derived(op, self._results, wrt, linear, keep, parameters)
+        derive: Any = (
+            self._derived if self.within is None else partial(self.within, self._leaves, self._derived)
+        )
+        results = derive(op, self._results, wrt, linear, keep, parameters)
         if not keep:
             return self._anchored_zero(op, results), None
         whole = filled(results, wrt) if op[0] == "T" else results
         nbytes = self.nbytes + sum(x.nbytes for x in (*linear, *whole))
-        kept = Kept(self._owner, [*self._leaves, *linear], whole, self._anchored, nbytes)
-        kept._generation = self._generation
+        kept = Kept(self._owner, [*self._leaves, *linear], whole, self._anchored, nbytes, self._has_hooks)
+        kept._generation, kept.within = self._generation, self.within
         return self._anchored_zero(op, [None if y is None else y.detach() for y in results]), kept
 
     def _derived(
@@ -54,6 +76,8 @@ class Kept:
         keep: bool,
         parameters: Sequence[Any] = (),
     ) -> list[Any]:
+        if self._has_hooks and self._generation != self._owner.generation:
+            raise _lost("it would be computed again with the new ones (torch.utils.checkpoint)")
         try:
             if op[0] == "J":
                 return push(ys, wrt, linear, create_graph=keep)
@@ -61,10 +85,7 @@ class Kept:
         except RuntimeError as error:
             if self._generation == self._owner.generation or "inplace operation" not in str(error):
                 raise
-            raise ResidualLostError(
-                "the parameters were changed (an optimizer step or load_state_dict) after the forward whose gradient is "
-                "asked for, so its graph no longer holds. Run the forward again, or step after the last pullback"
-            ) from error
+            raise _lost("its graph no longer holds") from error
 
     def _anchored_zero(self, op: tuple[Any, ...], results: list[Any]) -> list[Any]:
         if self._anchored and op[0] == "T" and 0 in op[1]:
@@ -75,6 +96,13 @@ class Kept:
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:
         return None
+
+
+def _lost(why: str) -> ResidualLostError:
+    return ResidualLostError(
+        "the parameters were changed (an optimizer step or load_state_dict) after the forward whose gradient is asked for, "
+        f"so {why}. Run the forward again, or step after the last pullback"
+    )
 
 
 class KeptRows(Kept):
@@ -110,15 +138,18 @@ class KeptRows(Kept):
         return filled(results, wrt) if op[0] == "T" else results
 
 
-def saved_nbytes(results: Sequence[Any], leaves: Sequence[Any], shared: Sequence[Any]) -> int:
+def saved_nbytes(
+    results: Sequence[Any], leaves: Sequence[Any], shared: Sequence[Any], has_hooks: bool = False
+) -> int:
     """Bytes of memory that stay because of this graph: operands, results and what its nodes saved.
 
     shared: tensors that would be there anyway (parameters, buffers). Walks the graph: about 20 µs a
-    node, so ask once per signature. Constants that the user's code holds are counted too.
+    node, so ask once per signature. Constants that the user's code holds are counted too. has_hooks: what the
+    nodes saved is not looked at.
     """
     seen = {x.untyped_storage().data_ptr() for x in shared}
     nbytes = 0
-    for x in (*leaves, *results, *_saved(results)):
+    for x in (*leaves, *results, *([] if has_hooks else _saved(results))):
         storage = x.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -128,18 +159,30 @@ def saved_nbytes(results: Sequence[Any], leaves: Sequence[Any], shared: Sequence
 
 def _saved(results: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
+    for node in _nodes(results):
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                found += _tensors_at(node, name)
+    return found
+
+
+def own_leaves(results: Sequence[Any]) -> set[int]:
+    """The ids of the leaves that results depend on."""
+    variables = [getattr(node, "variable", None) for node in _nodes(results)]
+    return {id(x) for x in variables if x is not None}
+
+
+def _nodes(results: Sequence[Any]) -> Iterator[Any]:
+    """The graph behind results."""
     nodes = [y.grad_fn for y in results if y.grad_fn is not None]
     visited = set(nodes)
     while nodes:
         node = nodes.pop()
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                found += _tensors_at(node, name)
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in visited:
                 visited.add(following)
                 nodes.append(following)
-    return found
 
 
 def _tensors_at(node: Any, name: str) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch.func import functional_call
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
@@ -16,7 +15,7 @@ from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.torch import adopt, is_tensor
 from gradwire_workers.flat import Flat
 from gradwire_workers.program import Result, WorkerSite
-from gradwire_workers.torch import shapes, state
+from gradwire_workers.torch import hooks, shapes, state
 from gradwire_workers.torch.kept import Kept, KeptRows, saved_nbytes
 from gradwire_workers.torch.optimizers import TorchOptimizer
 from gradwire_workers.torch.tape import evaluate, leaves_of, row_operands
@@ -32,7 +31,7 @@ class TorchFlat(Flat):
 
     def __init__(self, target: Any, site: WorkerSite, device: Any) -> None:
         super().__init__(target, site, is_tensor)
-        self._device = device
+        self._device, self.given_as_leaves = device, 0
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return tuple(_as_tensor(y) for y in super().__call__(*operands))
@@ -119,10 +118,13 @@ class TorchProgram:
         flat = self._flat(site)
         leaves = leaves_of(self.place(operands))
         with _random(site.seed, self._device), torch.enable_grad():
+            before = hooks.entered()
             results = evaluate(flat, word, leaves, create_graph=True)
+            has_hooks = hooks.entered() != before
         outer = word[-1][1] if word and word[-1][0] == "T" else ()
         whole = [torch.zeros_like(leaves[outer[i]]) if y is None else y for i, y in enumerate(results)]
-        kept = Kept(self, leaves, whole, site.anchored, self._nbytes(word, leaves, whole))
+        nbytes = self._nbytes(word, leaves, whole, has_hooks)
+        kept = Kept(self, leaves, whole, site.anchored, nbytes, has_hooks)
         return _result(site, word, results, flat.structure), kept
 
     def keep_rows(
@@ -134,7 +136,7 @@ class TorchProgram:
         with _random(site.seed, self._device), torch.enable_grad():
             rows, axes, size = row_operands(leaves, axes)
             results = evaluate(flat, (("V", axes),), rows)
-        nbytes = self._nbytes(word, leaves, results)
+        nbytes = self._nbytes(word, leaves, results, False)  # under vmap torch takes no hooks
         kept = KeptRows(self, leaves, rows, size, results, site.anchored, nbytes)
         return _result(site, word, results, flat.structure), kept
 
@@ -144,17 +146,22 @@ class TorchProgram:
                 "a torch worker runs functions eagerly, and options(compile=True) asks for compiling. "
                 "Leave it out, or apply torch.compile to the target in the worker's own code"
             )
-        return TorchFlat(self._target, site, self._device or _CPU)
+        return self._make_flat(self._target, site, self._device or _CPU)
 
-    def _nbytes(self, word: tuple[Any, ...], leaves: Sequence[Any], results: Sequence[Any]) -> int:
+    def _make_flat(self, target: Any, site: WorkerSite, device: Any) -> TorchFlat:
+        return TorchFlat(target, site, device)
+
+    def _nbytes(
+        self, word: tuple[Any, ...], leaves: Sequence[Any], results: Sequence[Any], has_hooks: bool
+    ) -> int:
         """What keeping costs; measured once per word and shapes."""
-        key = (word, self.training, *[(x.shape, x.dtype) for x in leaves])
+        key = (word, self.training, has_hooks, *[(x.shape, x.dtype) for x in leaves])
         found = self._measured.get(key)
         if found is None:
             if len(self._measured) >= _MAX_MEASURED:
                 self._measured.clear()
             shared = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
-            found = self._measured[key] = saved_nbytes(results, leaves, shared)
+            found = self._measured[key] = saved_nbytes(results, leaves, shared, has_hooks)
         return found
 
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
@@ -201,49 +208,10 @@ class TorchProgram:
     ) -> TorchOptimizer:
         return TorchOptimizer(self, self._state(), target, kwargs, groups)
 
-    def functional(self, buffers: bool) -> TorchFunctional:
+    def functional(self, buffers: bool) -> TorchProgram:
+        from gradwire_workers.torch.functional import TorchFunctional  # which is a program itself
+
         return TorchFunctional(self, buffers)
-
-
-class TorchFunctional(TorchProgram):
-    """A module as a function of its parameters. See `gradwire_workers.program.Program.functional`."""
-
-    def __init__(self, base: TorchProgram, buffers: bool) -> None:
-        self._base = base
-        super().__init__(base._state(), base._device or _CPU)
-        self._target = (_WithBuffers if buffers else _WithParameters)(base._state())
-
-    def trainable(self) -> list[Any]:
-        return []
-
-    @property
-    def generation(self) -> int:
-        return self._base.generation
-
-    @generation.setter
-    def generation(self, number: int) -> None:
-        self._base.generation = number
-
-
-class _WithParameters:
-    """``(parameters, *args, **kwargs) -> result``."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __call__(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._module, parameters, args, kwargs)
-
-
-class _WithBuffers:
-    """``(parameters, buffers, *args, **kwargs) -> (result, buffers)``."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        moved = {name: x.detach().clone() for name, x in buffers.items()}
-        return functional_call(self._module, {**parameters, **moved}, args, kwargs), moved
 
 
 def _result(site: WorkerSite, word: tuple[Any, ...], results: Sequence[Any], structure: bytes) -> Result:

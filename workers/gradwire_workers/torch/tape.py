@@ -39,7 +39,12 @@ class _Batch(NamedTuple):
 
 
 class Base(Protocol):
-    """The user's function of flat operands."""
+    """The user's function of flat operands.
+
+    given_as_leaves: so many operands, the first ones, are parameters, which user code knows as leaves.
+    """
+
+    given_as_leaves: int
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
         """Its results."""
@@ -151,7 +156,8 @@ def _run(base: Base, batches: tuple[_Batch, ...], operands: Sequence[Any]) -> li
         in_dims = tuple(0 if mapped else None for mapped in batch.axes)
         call = torch.func.vmap(call, in_dims=in_dims, randomness="different")
     try:
-        return list(call(*[entered(x) for x in operands]))
+        leaves = base.given_as_leaves
+        return list(call(*operands[:leaves], *[entered(x) for x in operands[leaves:]]))
     except RuntimeError as error:
         if batches and _ABOUT_VMAP.search(str(error)):
             raise UsageError(

@@ -1,0 +1,336 @@
+"""A torch module as a function of its parameters, in the worker: the oracle is a second module that has them as its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire_wire.errors import ResidualLostError, UsageError
+from gradwire_wire.structures import flatten
+from gradwire_wire.tensors.torch import aval, is_tensor
+from gradwire_workers import torch as engine
+from gradwire_workers.program import WorkerSite
+
+torch.manual_seed(7)
+X = torch.randn(5, 4, dtype=torch.float64)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.b(self.a(x).tanh())
+
+
+class Checkpointed(nn.Module):
+    """Its first half is computed again in the backward pass."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4)
+        )
+        self.outer, self.reentrant = nn.Linear(4, 2), reentrant
+
+    def forward(self, x: Any) -> Any:
+        return self.outer(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+class Assigned(nn.Module):
+    """A buffer that is assigned, not written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.lin(x - self.mean)
+
+
+class Hidden(nn.Module):
+    """Reaches its parameter past the attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+        self.found = [self.lin.weight]
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(x) + (self.found[0] ** 2).sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.lstm(x)[0]
+
+
+def parametrized() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    nn.utils.parametrizations.weight_norm(net[0])
+    nn.utils.parametrizations.orthogonal(net[1])
+    return net
+
+
+def shared() -> nn.Module:
+    lin = nn.Linear(4, 4)
+    return nn.Sequential(lin, nn.Tanh(), lin)
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+
+class Pair:
+    """A module in the worker, and one beside it whose own parameters are those that will be given."""
+
+    def __init__(self, make: Callable[[], nn.Module], buffers: bool = False) -> None:
+        torch.manual_seed(0)
+        self.net = make().double()
+        self.local = copy.deepcopy(self.net)
+        with torch.no_grad():
+            for p in self.local.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        self.before = {name: x.clone() for name, x in self.net.state_dict().items()}
+        self.program = engine.program(self.net, is_module=True).functional(buffers)
+        self.given = {name: p.detach().clone() for name, p in self.local.named_parameters()}
+
+    def site(self, *args: Any, given: Any = None, **kw: Any) -> tuple[WorkerSite, list[Any]]:
+        tree = [[self.given if given is None else given, *args], {}]
+        structure, leaves = flatten(tree, is_tensor)
+        return WorkerSite(structure, self.net.training, **kw), leaves
+
+    def gradients(self, *, seed: int | None = None, given: Any = None) -> tuple[list[Any], list[Any]]:
+        site, leaves = self.site(X, given=given, seed=seed)
+        result, kept = self.program.keep(site, (), leaves)
+        op = ("T", tuple(range(len(leaves))), 1)
+        found, _ = kept.derive(op, [torch.ones_like(result.tensors[0])], keep=False, accumulate=False)
+        return list(result.tensors), found
+
+    def local_gradients(self, *, seed: int | None = None) -> tuple[list[Any], list[Any]]:
+        x = X.clone().requires_grad_()
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            y = self.local(x)
+        return [y.detach()], list(torch.autograd.grad(y.sum(), [*self.local.parameters(), x]))
+
+    def assert_untouched(self) -> None:
+        after = self.net.state_dict()
+        assert after.keys() == self.before.keys()
+        for name, x in self.before.items():
+            assert torch.equal(x, after[name]), name
+        assert all(isinstance(p, nn.Parameter) and p.grad is None for p in self.net.parameters())
+
+
+def assert_equal(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [Tied, shared, parametrized, Recurrent, Checkpointed, norm])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_gradients_are_those_of_the_parameters_given(make: Callable[[], nn.Module], mode: str) -> None:
+    pair = Pair(make)
+    pair.net.train(mode == "train")
+    pair.local.train(mode == "train")
+    found, wanted = pair.gradients(seed=3), pair.local_gradients(seed=3)
+    assert_equal(found[0], wanted[0])
+    assert_equal(found[1], wanted[1])
+    if mode == "eval":
+        pair.assert_untouched()
+    for a, b in zip(pair.net.buffers(), pair.local.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_is_computed_again_with_the_parameters_given() -> None:
+    """In every way to a pullback: kept, evaluated at once, of the second order, as a tangent."""
+    pair = Pair(Checkpointed)
+    pair.net.eval()
+    pair.local.eval()
+    site, leaves = pair.site(X)
+    op = ("T", tuple(range(len(leaves))), 1)
+    cotangent = torch.randn(5, 2, dtype=torch.float64)
+    at_once = pair.program.run(site, (op,), [*leaves, cotangent]).tensors
+    _, kept = pair.program.keep(site, (), leaves)
+    first, further = kept.derive(op, [cotangent], keep=True, accumulate=False)
+
+    def local(*values: Any) -> Any:
+        *parameters, x = values
+        named = dict(zip(pair.given, parameters, strict=True))
+        inner = {name[6:]: p for name, p in named.items() if name.startswith("inner.")}
+        outer = {name[6:]: p for name, p in named.items() if name.startswith("outer.")}
+        buffers = dict(pair.local.inner.named_buffers())  # type: ignore[union-attr, operator]
+        y = torch.func.functional_call(pair.local.inner, {**inner, **buffers}, (x,))  # type: ignore[arg-type]
+        return torch.func.functional_call(pair.local.outer, outer, (y,))  # type: ignore[arg-type]
+
+    values = [x.clone().requires_grad_() for x in leaves]
+    wanted = torch.autograd.grad(local(*values), values, cotangent, create_graph=True)
+    assert_equal(at_once, [g.detach() for g in wanted])
+    assert_equal(first, [g.detach() for g in wanted])
+    direction = [torch.randn_like(x) for x in leaves]
+    second, _ = further.derive(
+        ("T", (0, len(leaves) - 1), len(leaves)), direction, keep=False, accumulate=False
+    )
+    linear = [(g, d) for g, d in zip(wanted, direction, strict=True) if g.requires_grad]
+    gs, ds = zip(*linear, strict=True)
+    assert_equal(second, torch.autograd.grad(gs, [values[0], values[-1]], ds))
+    tangent, _ = kept.derive(("J", tuple(range(len(leaves)))), direction, keep=False, accumulate=False)
+    _, expected = torch.autograd.functional.jvp(local, tuple(leaves), tuple(direction))
+    assert_equal(tangent, [expected])
+    pair.assert_untouched()
+
+
+def test_r40_a_checkpoint_is_not_computed_again_to_measure_what_it_keeps() -> None:
+    calls = []
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return checkpoint(self.counted, x, use_reentrant=False)
+
+        def counted(self, x: Any) -> Any:
+            calls.append(1)
+            return self.lin(x.tanh()).tanh()
+
+    program = engine.program(Counted().double(), is_module=True)
+    structure, leaves = flatten([[X], {}], is_tensor)
+    _, kept = program.keep(WorkerSite(structure), (), leaves)
+    assert len(calls) == 1 and kept.nbytes > 0
+    kept.derive(("T", (0,), 1), [torch.ones(5, 4, dtype=torch.float64)], keep=False, accumulate=True)
+    assert len(calls) == 2
+
+
+def test_a_checkpoint_is_not_computed_again_with_other_parameters() -> None:
+    net = Checkpointed().double()
+    program = engine.program(net, is_module=True)
+    structure, leaves = flatten([[X], {}], is_tensor)
+    _, kept = program.keep(WorkerSite(structure, True), (), leaves)
+    program.load_state_dict(
+        {name: 2 * x.detach().numpy() for name, x in net.named_parameters()}, strict=False
+    )
+    with pytest.raises(ResidualLostError, match="computed again with the new ones"):
+        kept.derive(("T", (0,), 1), [torch.ones(5, 2, dtype=torch.float64)], keep=False, accumulate=True)
+
+
+def test_a_reentrant_checkpoint_is_refused_by_torch_itself() -> None:
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        Pair(lambda: Checkpointed(reentrant=True)).gradients()
+
+
+def test_what_is_not_given_is_the_modules_own() -> None:
+    pair = Pair(Tied)
+    own = pair.given.pop("a.bias")
+    with torch.no_grad():
+        pair.net.get_parameter("a.bias").copy_(own)
+    (y,), found = pair.gradients()
+    (wanted,), gradients = pair.local_gradients()
+    assert torch.equal(y, wanted)
+    names = [name for name, _ in pair.local.named_parameters()]
+    kept = [g for name, g in zip([*names, "x"], gradients, strict=True) if name != "a.bias"]
+    assert_equal(found, kept)
+    assert all(p.grad is None for p in pair.net.parameters())
+
+
+@pytest.mark.parametrize("make", [norm, Assigned, Checkpointed])
+def test_explicit_buffers_come_and_go(make: Callable[[], nn.Module]) -> None:
+    pair = Pair(make, buffers=True)
+    buffers = {name: x.clone() for name, x in pair.local.named_buffers()}
+    site, leaves = pair.site(buffers, X, seed=5)
+    result, kept = pair.program.keep(site, (), leaves)
+    inexact = [y for y in result.tensors if y.is_floating_point()]
+    cotangents = [torch.ones_like(inexact[0]), *(torch.zeros_like(y) for y in inexact[1:])]
+    op = ("T", tuple(i for i, x in enumerate(leaves) if x.is_floating_point()), len(inexact))
+    found, _ = kept.derive(op, cotangents, keep=False, accumulate=False)
+    (wanted,), gradients = pair.local_gradients(seed=5)
+    assert torch.equal(result.tensors[0], wanted)
+    moved = {name: x.detach().clone() for name, x in pair.local.named_buffers()}
+    assert_equal([found[i] for i in range(len(pair.given))], gradients[:-1])
+    assert all(g is None for g in found[len(pair.given) : -1])
+    assert_equal(found[-1:], gradients[-1:])
+    if make is not Checkpointed:  # there the oracle's move a second time, in its backward
+        assert_equal(result.tensors[1:], list(moved.values()))
+    pair.assert_untouched()
+    assert all(torch.equal(a, b) for a, b in zip(leaves[len(pair.given) :], buffers.values(), strict=False))
+
+
+def test_r40_its_spec_and_an_error_leave_the_module_alone() -> None:
+    pair = Pair(norm)
+    site, leaves = pair.site(X)
+    avals, _ = pair.program.spec(site, [aval(x) for x in leaves])
+    assert [tuple(a.shape) for a in avals] == [(5, 4)]
+    pair.assert_untouched()
+    site, leaves = pair.site(X[:, :2])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pair.program.run(site, (), leaves)
+    pair.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a.weigth": torch.zeros(4, 4)}, "no parameter 'a.weigth'; there are a.weight, a.bias, b.bias"),
+        ({"a.bias": torch.zeros(1)}, r"'a.bias' must have shape \(4,\), as in the module, not \(1,\)"),
+    ],
+)
+def test_parameters_that_do_not_fit(change: Any, message: str) -> None:
+    pair = Pair(Tied)
+    site, leaves = pair.site(X, given={**pair.given, **change})
+    with pytest.raises(UsageError, match=message):
+        pair.program.run(site, (), leaves)
+    pair.assert_untouched()
+
+
+def test_a_parameter_that_is_reached_in_another_way_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"uses its parameter 'lin.weight' from elsewhere"):
+        Pair(Hidden).gradients()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "compiled by TorchScript"),
+        (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet"),
+        (lambda: nn.DataParallel(nn.Linear(4, 4)), "copies its parameters to devices"),
+    ],
+)
+def test_modules_that_cannot(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine.program(make(), is_module=True).functional(False)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # Dynamo looks at the inputs, which are no leaves
+def test_a_compiled_module_and_a_batch() -> None:
+    pair = Pair(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    pair.program = engine.program(torch.compile(pair.net, backend="eager"), is_module=True).functional(False)
+    given = {f"_orig_mod.{name}": x for name, x in pair.given.items()}
+    assert_equal(pair.gradients(given=given)[1], pair.local_gradients()[1])
+    pair = Pair(Tied)
+    site, leaves = pair.site(X)
+    axes = (False,) * (len(leaves) - 1) + (True,)
+    result, kept = pair.program.keep_rows(site, (("V", axes),), leaves)
+    assert_equal(result.tensors, [pair.local(X).detach()])
+    rows = kept.derive_rows(
+        ("T", (0,), 1), (*axes, True), [torch.ones(5, 4, dtype=torch.float64)], torch.arange(5).numpy()
+    )
+    assert_equal([rows[0].sum(0)], pair.local_gradients()[1][:1])

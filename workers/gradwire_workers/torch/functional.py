@@ -1,0 +1,232 @@
+"""A torch module as a function of its parameters. See `gradwire_workers.program.Program.functional`.
+
+The tensors that are given take the places of the module's own while it runs, as `torch.func.functional_call` does it;
+that looks the places up anew at each call, which costs more than the call of a small network. Here they are known.
+
+What runs user code later must find the same tensors there: torch.utils.checkpoint computes a forward again in the
+pullback, and with the module's own parameters that would be a wrong gradient without an error. So pullbacks, too, run
+with the tensors of their forward in place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+
+from gradwire_wire.errors import UsageError
+from gradwire_wire.structures import fill_call, leaf_count
+from gradwire_workers.program import Result, WorkerSite
+from gradwire_workers.torch.kept import Kept, own_leaves
+from gradwire_workers.torch.program import TorchFlat, TorchProgram
+from gradwire_workers.torch.tape import leaves_of
+
+__all__ = ["TorchFunctional"]
+
+# Runs an iterator without a Python instruction between, where an interrupt could come.
+_do: Callable[[Iterable[Any]], None] = deque(maxlen=0).extend
+
+
+class _Places:
+    """Where a module finds its tensors: the dicts of its parts. Tied parameters are in several places."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._parameters = _found(module, "_parameters", module.named_parameters())
+        self._buffers = _found(module, "_buffers", module.named_buffers())
+
+    def call(
+        self,
+        parameters: dict[str, Any],
+        buffers: dict[str, Any],
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The function while these tensors are in place. ``buffers`` then holds what is there at the end."""
+        given = [
+            (place, x) for name, x in parameters.items() for place in self._checked("parameter", name, x)
+        ]
+        given += [(place, x) for name, x in buffers.items() for place in self._checked("buffer", name, x)]
+        parts = [part for (part, _), _ in given]
+        own = [{key: part[key]} for (part, key), _ in given]
+        new = [{key: x} for (_, key), x in given]
+        try:
+            _do(map(dict.update, parts, new))
+            result = function(*args, **kwargs)
+            for name in buffers:  # a module may assign its buffers instead of writing into them
+                part, key = self._buffers[name][0]
+                buffers[name] = part[key]
+            return result
+        finally:
+            _do(map(dict.update, parts, own))
+
+    def _checked(self, what: str, name: str, x: Any) -> list[tuple[dict[str, Any], str]]:
+        """The places of this name. UsageError where it does not fit: torch would broadcast a wrong shape."""
+        places = (self._parameters if what == "parameter" else self._buffers).get(name)
+        if places is None:
+            known = ", ".join(list(self._parameters if what == "parameter" else self._buffers)[:8])
+            raise UsageError(f"this module has no {what} {name!r}; there are {known or 'none'}")
+        part, key = places[0]
+        if x.shape != part[key].shape:
+            raise UsageError(
+                f"{what} {name!r} must have shape {tuple(part[key].shape)}, as in the module, not {tuple(x.shape)}"
+            )
+        return places
+
+
+def _found(
+    module: Any, kind: str, named: Iterable[tuple[str, Any]]
+) -> dict[str, list[tuple[dict[str, Any], str]]]:
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for part in module.modules():
+        tensors = getattr(part, kind)
+        for key, x in tensors.items():
+            if x is not None:
+                places.setdefault(id(x), []).append((tensors, key))
+    return {name: places[id(x)] for name, x in named}
+
+
+class _WithParameters:
+    """``(parameters, *args, **kwargs) -> result``."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._places = module, _Places(module)
+
+    def __call__(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self._places.call(parameters, {}, self._module, *args, **kwargs)
+
+    def within(self, args: Sequence[Any], function: Callable[[], Any]) -> Any:
+        """The function while the tensors of the call with these arguments are in place."""
+        return self._places.call(args[0], {}, function)
+
+    def own_parameters(self, args: Sequence[Any]) -> dict[str, Any]:
+        """The module's own in whose place others are given."""
+        return {name: x for name, x in self._module.named_parameters() if name in args[0]}
+
+
+class _WithBuffers(_WithParameters):
+    """``(parameters, buffers, *args, **kwargs) -> (result, buffers)``. No gradient flows through the buffers."""
+
+    def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        moved = _copies(buffers)
+        result = self._places.call(parameters, moved, self._module, *args, **kwargs)
+        return result, {name: x.detach() for name, x in moved.items()}
+
+    def within(self, args: Sequence[Any], function: Callable[[], Any]) -> Any:
+        return self._places.call(args[0], _copies(args[1]), function)
+
+
+def _copies(buffers: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.detach().clone() for name, x in buffers.items()}
+
+
+class _FunctionalFlat(TorchFlat):
+    """Looks whether gradients reach what was given, once for each tree and mode: ``seen`` has those that were looked at."""
+
+    def __init__(self, target: Any, site: WorkerSite, device: Any, seen: set[Any]) -> None:
+        super().__init__(target, site, device)
+        self._own_parameters, self._seen = target.own_parameters, seen
+        self.given_as_leaves = _parameter_count(site.structure)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        results = super().__call__(*operands)
+        key = (self._site.structure, self._site.training)
+        if torch.is_grad_enabled() and key not in self._seen:
+            args, _ = fill_call(self._site.structure, operands)
+            _check_reached(self._own_parameters(args), results)
+            self._seen.add(key)
+        return results
+
+
+@lru_cache(maxsize=4096)
+def _parameter_count(structure: bytes) -> int:
+    """How many operands, the first ones, are parameters."""
+    args, _ = fill_call(structure, range(leaf_count(structure)))
+    return len(args[0])
+
+
+def _check_reached(own: dict[str, Any], results: Sequence[Any]) -> None:
+    """UsageError if the results depend on the module's own parameters where others were given."""
+    used = own_leaves(results)
+    names = [name for name, x in own.items() if id(x) in used]
+    if names:
+        raise UsageError(
+            f"this module uses its parameter {names[0]!r} from elsewhere than its attribute (a list, a closure, another "
+            "object), so parameters that are given would not be used there. Use self.<name> in its forward, or let the worker "
+            "own the parameters"
+        )
+
+
+class TorchFunctional(TorchProgram):
+    """The program whose target takes the parameters of ``base`` as its first argument.
+
+    Raises UsageError for modules whose tensors cannot be replaced while they run.
+    """
+
+    def __init__(self, base: TorchProgram, buffers: bool) -> None:
+        module = base._state()
+        _check(module)
+        self._base = base
+        super().__init__(module, base._device or torch.device("cpu"))
+        self._target: Any = (_WithBuffers if buffers else _WithParameters)(module)
+        self._seen: set[Any] = set()
+
+    def trainable(self) -> list[Any]:
+        """None: gradients go to the caller."""
+        return []
+
+    @property
+    def generation(self) -> int:
+        return self._base.generation
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._base.generation = number
+
+    def _make_flat(self, target: Any, site: WorkerSite, device: Any) -> TorchFlat:
+        return _FunctionalFlat(target, site, device, self._seen)
+
+    def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
+        if not word or any(op[0] == "V" for op in word):  # under vmap torch refuses what runs forwards again
+            return super().run(site, word, operands)
+        return self._within(site, leaves_of(self.place(operands)), super().run, site, word, operands)
+
+    def keep(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> tuple[Result, Kept]:
+        if not word:
+            result, kept = super().keep(site, word, operands)
+        else:
+            leaves = leaves_of(self.place(operands))
+            result, kept = self._within(site, leaves, super().keep, site, word, operands)
+        if not any(op[0] == "V" for op in word):
+            kept.within = lambda leaves, function, *args: self._within(site, leaves, function, *args)
+        return result, kept
+
+    def _within(
+        self, site: WorkerSite, leaves: Sequence[Any], function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """The function while the tensors among these operands are in place."""
+        given, _ = fill_call(site.structure, leaves[: leaf_count(site.structure)])
+        return self._target.within(given, lambda: function(*args))
+
+
+def _check(module: Any) -> None:
+    """Raises UsageError for what cannot have other tensors put in its place."""
+    for name, part in module.named_modules():
+        what = f"{name or 'the module'}, a {type(part).__qualname__},"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{what} is compiled by TorchScript, which looks its parameters up by itself: the caller cannot own them. "
+                "Load the module as Python, or let the worker own the parameters (Remote.optimizer)"
+            )
+        if isinstance(part, torch.nn.DataParallel):
+            raise UsageError(
+                f"{what} copies its parameters to devices at each call. Use the module inside of it"
+            )
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if torch.nn.parameter.is_lazy(x):
+            raise UsageError(
+                f"{name} has no shape yet: call the module once with an example, so that its lazy parts are made"
+            )
