@@ -164,6 +164,13 @@ class Broker:
         self._listen(worker.lifeline.fileno(), lambda: self._told(worker))
         self._listen(worker.output, lambda: self._printed(worker))
         self._clients.send(client, control.Starting(order.request, worker.doing))
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """The processors are shared anew among all; those that are in use already keep what they have."""
+        share = processors.share_of(processors.available_processors(), len(self._workers))
+        for worker in self._workers.values():
+            worker.share(share)
 
     def _launch(self, client: bytes, order: control.Start) -> Worker:
         names = {worker.place.name for worker in self._workers.values()}
@@ -207,13 +214,15 @@ class Broker:
     # ---- Workers ----
 
     def _told(self, worker: Worker) -> None:
-        doing, was_ready = worker.doing, worker.ready
+        doing, was_ready, had = worker.doing, worker.ready, worker.threads
         if not worker.hear():
             self._unlisten(worker.lifeline.fileno())
         if worker.ready is not None and was_ready is None:
             self._clients.send(worker.client, _started(worker))
         elif worker.doing != doing:
             self._clients.send(worker.client, control.Starting(worker.order.request, worker.doing))
+        if worker.threads is not None and worker.threads != had:
+            self._clients.tell(control.HasThreads(worker.place.incarnation, worker.threads))
 
     def _printed(self, worker: Worker) -> None:
         text, more = worker.read()
@@ -227,6 +236,7 @@ class Broker:
             self._unlisten(key)
         self._clients.tell_output(worker.place.name, worker.finish())
         del self._workers[worker.place.incarnation]
+        self._share_out()
         self._sweep_sockets(worker)
         if worker.ready is None:
             self._clients.send(worker.client, control.NotStarted(worker.order.request, worker.not_started()))

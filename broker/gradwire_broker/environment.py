@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from gradwire_wire.interpreters import cleaned
 
-__all__ = ["THREADS", "worker_environment"]
+__all__ = ["THREADS", "chooses_threads", "worker_environment"]
 
 _ALWAYS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
@@ -27,6 +27,11 @@ THREADS = (
 
 _XLA_THREADS = ("NPROC", "PJRT_NPROC")
 """The size of XLA's pool. Its flag against multi-threaded matrix products would change their last bits."""
+
+
+def chooses_threads(env: Mapping[str, str | None]) -> bool:
+    """Whether the user says in ``env=`` how many threads some library gets."""
+    return any(env.get(variable) for variable in (*THREADS, *_XLA_THREADS))
 
 
 def worker_environment(

@@ -21,13 +21,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gradwire_broker.environment import THREADS, worker_environment
+from gradwire_broker.environment import chooses_threads, worker_environment
 from gradwire_broker.output import Tail
 from gradwire_broker.reports import End, end_of, ended_early, not_started, timed_out
 from gradwire_wire.control import Start
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.interpreters import NoInterpreter, find_interpreter
-from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnded, WorkerConfig, WorkerReady
+from gradwire_wire.lifeline import (
+    CouldNot,
+    Doing,
+    HasThreads,
+    Leave,
+    Lifeline,
+    LifelineEnded,
+    Share,
+    WorkerConfig,
+    WorkerReady,
+)
 from gradwire_wire.process import DUMP_STACK, open_pidfd
 from gradwire_wire.spawn import Lent, shown, spawn
 
@@ -61,6 +71,9 @@ class Worker:
         self.order, self.place, self.client = order, place, client
         self.doing = "starting the interpreter"
         self.ready: WorkerReady | None = None
+        self.threads: int | None = None  # that it says it has, since it was ready
+        chosen = order.threads is not None or chooses_threads(order.env)
+        self._share = None if chosen else place.threads
         self.end: End | None = None
         self._why = ""
         self._tail = Tail()
@@ -120,9 +133,17 @@ class Worker:
             self.lifeline.close()
             raise CannotLaunch(self._not_executed("it under watch", error)) from error
 
+    def share(self, threads: int) -> None:
+        """Its share of the processors is another one now. Not for one whose user has chosen."""
+        if self._share not in (None, threads):
+            self._share = threads
+            try:
+                self.lifeline.send_nowait(Share(threads))
+            except LifelineEnded:
+                pass
+
     def _config(self) -> WorkerConfig:
         order, place = self.order, self.place
-        chosen_by_env = any(order.env.get(variable) for variable in THREADS)
         return WorkerConfig(
             broker_pid=os.getpid(),
             name=place.name,
@@ -132,7 +153,7 @@ class Worker:
             endpoint=place.endpoint,
             tether_path=place.tether_path,
             path=order.path,
-            threads=order.threads or (None if chosen_by_env else place.threads),
+            threads=order.threads or self._share,
             x64=order.x64,
             device=order.device,
         )
@@ -173,6 +194,8 @@ class Worker:
             self.ready = message
             self.doing = "ready"
             self._steps.clear()
+        elif isinstance(message, HasThreads):
+            self.threads = message.threads
         elif isinstance(message, CouldNot):
             self._give_up(message.message)
 

@@ -389,6 +389,11 @@ class BrokerLink:
         elif isinstance(message, control.Died):
             self._living.pop(message.incarnation, None)
             self._record(message.incarnation, Death(*message[1:]))
+        elif isinstance(message, control.HasThreads):
+            if (
+                message.incarnation in self._living
+            ):  # the same dict as in the `WorkerFacts` that were given out
+                self._living[message.incarnation].info["threads"] = message.threads
         elif message.request in self._asked:
             self._learn_of_start(message)
 

@@ -156,6 +156,7 @@ EXAMPLES = [
     control.Died(ID, None, "SIGKILL", "last words é", "python -s"),
     control.Output("enc", "✓\n", 7000),
     control.Denied(1, "UsageError", "there is a worker 'enc' already"),
+    control.HasThreads(ID, 2),
 ]
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Cancel",
     "Denied",
     "Died",
+    "HasThreads",
     "Heard",
     "Interrupt",
     "NotStarted",
@@ -168,6 +169,13 @@ class Died(NamedTuple):
     command: str
 
 
+class HasThreads(NamedTuple):
+    """Broker: that worker, which nobody has used yet, has another number of threads than Started said."""
+
+    incarnation: bytes
+    threads: int
+
+
 class Output(NamedTuple):
     """Broker: what a worker wrote to its stdout or stderr, as it came; before it, ``dropped`` characters were lost."""
 
@@ -185,7 +193,7 @@ _VOCABULARY = Vocabulary(
     {
         **{1: Attach, 2: Start, 3: Cancel, 4: Interrupt, 5: Stop, 6: Heard, 7: ShutDown},
         **{16: Attached, 17: Refused, 18: Starting, 19: Started, 20: NotStarted, 21: Died, 22: Output},
-        **{23: Denied},
+        **{23: Denied, 24: HasThreads},
     }
 )
 KINDS = _VOCABULARY.kinds

@@ -4,8 +4,8 @@ The program starts the broker, and the broker starts the workers, in the same wa
 ``SOCK_SEQPACKET`` pair goes with the child, and over it JSON, one packet a message (the environment of a
 worker may lack msgpack, and must be able to say so)::
 
-    parent → child    BrokerConfig or WorkerConfig;  later, to a worker, Leave
-    child → parent    any number of Doing, then one of BrokerReady, WorkerReady and CouldNot
+    parent → child    BrokerConfig or WorkerConfig;  later, to a worker, Share and Leave
+    child → parent    any number of Doing, then one of BrokerReady, WorkerReady and CouldNot;  later HasThreads
 
 Secrets travel here and not on the command line, which every user of the machine can read. The end of the
 stream means that the other end is gone (which its forked children can hide: who must know watches a pidfd).
@@ -25,9 +25,11 @@ __all__ = [
     "BrokerReady",
     "CouldNot",
     "Doing",
+    "HasThreads",
     "Leave",
     "Lifeline",
     "LifelineEnded",
+    "Share",
     "WorkerConfig",
     "WorkerReady",
 ]
@@ -82,6 +84,18 @@ class CouldNot(NamedTuple):
     message: str
 
 
+class Share(NamedTuple):
+    """To a worker: so many processors are yours from now on, if nobody has loaded a target yet."""
+
+    threads: int
+
+
+class HasThreads(NamedTuple):
+    """From a worker: its pool was given another size, and has so many threads."""
+
+    threads: int
+
+
 class Leave(NamedTuple):
     """To a worker: end yourself when the present call is done."""
 
@@ -89,7 +103,10 @@ class Leave(NamedTuple):
 _VOCABULARY = Vocabulary(
     {
         cls.__name__: cls
-        for cls in (BrokerConfig, BrokerReady, WorkerConfig, Doing, WorkerReady, CouldNot, Leave)
+        for cls in (
+            *(BrokerConfig, BrokerReady, WorkerConfig, Doing, WorkerReady, CouldNot),
+            *(Share, HasThreads, Leave),
+        )
     }
 )
 KINDS = _VOCABULARY.kinds

@@ -17,7 +17,17 @@ import traceback
 from typing import Any
 
 from gradwire_wire import process
-from gradwire_wire.lifeline import CouldNot, Doing, Leave, Lifeline, LifelineEnded, WorkerConfig, WorkerReady
+from gradwire_wire.lifeline import (
+    CouldNot,
+    Doing,
+    HasThreads,
+    Leave,
+    Lifeline,
+    LifelineEnded,
+    Share,
+    WorkerConfig,
+    WorkerReady,
+)
 
 NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
 FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu (or tensorflow)"}
@@ -37,25 +47,28 @@ def main(lifeline_fd: int) -> int:
     config = lifeline.receive_nowait()
     assert isinstance(config, WorkerConfig)
     try:
-        desk, info = _start(config, lifeline)
-        lifeline.send_nowait(WorkerReady(info))
+        desk, engine = _start(config, lifeline)
+        lifeline.send_nowait(WorkerReady(_info(engine)))
     except CannotStart as error:
         lifeline.send_nowait(CouldNot(str(error)[-MOST_TEXT:]))
         return 1
-    desk.serve(lifeline.fileno(), lambda: _is_wanted(lifeline))
+    desk.serve(lifeline.fileno(), lambda: _heed(lifeline, desk, engine))
     return 0
 
 
-def _is_wanted(lifeline: Lifeline) -> bool:
-    """The lifeline is readable: whether the worker should go on."""
+def _heed(lifeline: Lifeline, desk: Any, engine: Any) -> bool:
+    """The lifeline is readable: do what it says. Returns whether the worker should go on."""
     try:
-        return not isinstance(lifeline.receive_nowait(), Leave)
+        message = lifeline.receive_nowait()
+        if isinstance(message, Share) and not desk.was_used:
+            lifeline.send_nowait(HasThreads(engine.resize(message.threads)))
+        return not isinstance(message, Leave)
     except LifelineEnded:
         return False
 
 
-def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, dict[str, Any]]:
-    """The desk, listening, and what the worker runs on."""
+def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, Any]:
+    """The desk, listening, and the framework's engine."""
     if os.getppid() != config.broker_pid:
         raise CannotStart(
             f"{sys.executable} was not started by the broker itself: if the interpreter that you named is a script, "
@@ -72,7 +85,7 @@ def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, dict[str, Any
     lifeline.send_nowait(Doing("opening its sockets"))
     desk = _open_desk(config, engine)
     faulthandler.unregister(process.DUMP_STACK)
-    return desk, _info(engine)
+    return desk, engine
 
 
 def _settle_output() -> None:

@@ -108,6 +108,9 @@ class Desk:
         self._state = ModuleState(engine, self._register)
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._interrupts = Interrupts()
+        self.was_used = (
+            False  # whether anyone has asked for a target, whose import may already compute something
+        )
         self._poller = sockets.Poller()
         self._do: dict[type, Callable[[Session, Any, list[Carrier | None]], Reply | None]] = {
             Call: self._call,
@@ -385,6 +388,7 @@ class Desk:
                 raise DtypeError(f"{_name_of_operand(spec, i)}: {error}") from None
 
     def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Reply:
+        self.was_used = True
         args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
         with self._users_code(session, load.call_id):
             program = self._made(load, args, kwargs)

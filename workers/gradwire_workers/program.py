@@ -158,6 +158,12 @@ class Engine(Protocol):
     def prepare(self, threads: int | None, x64: bool | None, device: str | None) -> None:
         """Configure the framework; called once, right after it was imported."""
 
+    def resize(self, threads: int) -> int:
+        """Give the framework's pool another size, as far as it can; called before any target is loaded.
+
+        Returns the size it has: the number of threads changes the last bits of sums, so that nobody else may do this.
+        """
+
     def facts(self) -> dict[str, Any]:
         """``framework``, ``version``, ``devices``, ``threads``: what ``worker.info`` shows."""
 

@@ -21,6 +21,8 @@ prepared = None
 def prepare(*settings):
     global prepared
     prepared = settings
+def resize(threads):
+    return threads
 def facts():
     return {"framework": "numpy", "threads": prepared[0], "environ": dict(os.environ)}
 exec(os.environ.get("IMPORTING", ""))
@@ -31,7 +33,7 @@ import os, select, signal, sys, threading
 class Desk:
     def __init__(self, **facts):
         self.facts = facts
-        self.served = False
+        self.was_used = False
     def serve(self, control, on_control):
         poller = select.poll()
         poller.register(control, select.POLLIN)

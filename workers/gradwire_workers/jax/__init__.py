@@ -21,7 +21,18 @@ from gradwire_wire.tensors.jax import (
 )
 from gradwire_workers.jax.programs import Program
 
-__all__ = ["NAME", "adopt", "adopt_operand", "aval", "export", "facts", "is_tensor", "prepare", "program"]
+__all__ = [
+    "NAME",
+    "adopt",
+    "adopt_operand",
+    "aval",
+    "export",
+    "facts",
+    "is_tensor",
+    "prepare",
+    "program",
+    "resize",
+]
 
 
 def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
@@ -43,13 +54,37 @@ def _use_device(device: str) -> None:
         raise UsageError(f"JAX has no device {device!r} here, such as 'cpu' or 'cuda:0': {error}") from error
 
 
+def resize(threads: int) -> int:
+    """Let XLA begin anew with a pool of that size; the threads of the old one stay, and do nothing.
+
+    Only on the CPU: a GPU's memory is not given back so easily.
+    """
+    try:
+        if (
+            all(device.platform == "cpu" for device in jax.devices())
+            and jax.config.jax_default_device is None
+        ):
+            from jax.extend.backend import clear_backends
+
+            clear_backends()
+            os.environ.update(dict.fromkeys(("NPROC", "PJRT_NPROC"), str(threads)))
+            jax.devices()
+    except (ImportError, RuntimeError):
+        pass
+    return _threads()
+
+
+def _threads() -> int:
+    return int(os.environ.get("NPROC") or len(os.sched_getaffinity(0)))
+
+
 def facts() -> dict[str, Any]:
     """``threads`` is what XLA's pool has, as far as can be told from outside."""
     return {
         "framework": NAME,
         "version": jax.__version__,
         "devices": [str(d) for d in jax.devices()],
-        "threads": int(os.environ.get("NPROC") or len(os.sched_getaffinity(0))),
+        "threads": _threads(),
         "x64": bool(jax.config.jax_enable_x64),
         "numpy": np.__version__,
     }

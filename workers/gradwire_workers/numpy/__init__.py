@@ -25,10 +25,22 @@ import numpy as np
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.numpy import NAME, adopt, aval, export, is_tensor
+from gradwire_workers.numpy import blas
 from gradwire_workers.numpy.calls import ShapeDtype
 from gradwire_workers.numpy.program import NumpyProgram
 
-__all__ = ["NAME", "ShapeDtype", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program"]
+__all__ = [
+    "NAME",
+    "ShapeDtype",
+    "adopt",
+    "aval",
+    "export",
+    "facts",
+    "is_tensor",
+    "prepare",
+    "program",
+    "resize",
+]
 
 
 def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
@@ -37,13 +49,22 @@ def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
         raise UsageError(f"a numpy worker has the device 'cpu' only, not {device!r}")
 
 
+def resize(threads: int) -> int:
+    blas.resize(threads)
+    return _threads()
+
+
+def _threads() -> int:
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return blas.size() or (int(said) if said.isdigit() else len(os.sched_getaffinity(0)))
+
+
 def facts() -> dict[str, Any]:
-    threads = os.environ.get("OMP_NUM_THREADS", "")
     return {
         "framework": NAME,
         "version": np.__version__,
         "devices": ["cpu"],
-        "threads": int(threads) if threads.isdigit() else os.cpu_count(),
+        "threads": _threads(),
         "numpy": np.__version__,
     }
 

@@ -19,7 +19,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.tensorflow import NAME, adopt, aval, export, is_tensor
 from gradwire_workers.tensorflow.programs import TensorFlowProgram
 
-__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program"]
+__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program", "resize"]
 
 # They turn x * 2.0 / 3.0 into x * 0.66…, x**3 into x * x * x, and activations into parts of other kernels.
 _CHANGE_BITS = ("constant_folding", "arithmetic_optimization", "remapping")
@@ -35,8 +35,7 @@ def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
     """
     tf.config.optimizer.set_experimental_options(dict.fromkeys(_CHANGE_BITS, False))
     if threads is not None:
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
-        tf.config.threading.set_inter_op_parallelism_threads(threads)
+        resize(threads)
     if device is not None:
         _use_device(device)
     for gpu in tf.config.get_visible_devices("GPU"):
@@ -52,6 +51,16 @@ def _use_device(device: str) -> None:
         tf.config.set_visible_devices([gpus[int(number or 0)]], "GPU")
     else:
         raise UsageError(f"this worker has no device {device!r}. It has {', '.join(_devices())}")
+
+
+def resize(threads: int) -> int:
+    """Its pools are made at the first operation; until then they may be given any size."""
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+    except RuntimeError:
+        pass
+    return tf.config.threading.get_intra_op_parallelism_threads()
 
 
 def _devices() -> list[str]:

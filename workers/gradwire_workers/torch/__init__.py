@@ -15,7 +15,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import NAME, adopt, aval, export, is_tensor
 from gradwire_workers.torch.program import TorchProgram
 
-__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program"]
+__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program", "resize"]
 
 _device = torch.device("cpu")
 
@@ -35,6 +35,11 @@ def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
             raise UsageError(
                 f"this worker has no device {device!r}: {error}. It has {', '.join(_devices())}"
             ) from error
+
+
+def resize(threads: int) -> int:
+    torch.set_num_threads(threads)
+    return torch.get_num_threads()
 
 
 def _devices() -> list[str]:
