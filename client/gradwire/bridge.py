@@ -12,6 +12,7 @@ import numpy as np
 from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
 from gradwire.orders import checked_framework, checked_spec, with_environment
+from gradwire.restarts import Restarts
 from gradwire.worker import Worker
 from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
 from gradwire_wire.exchange import Memory
@@ -74,6 +75,7 @@ class Bridge:
         asked for, WorkerStartError with command line, exit code and last output.
         """
         self._check_usable()
+        Restarts(restart)  # refuses what it does not know before anything is built
         chosen = self._take_name(checked_framework(framework), name)
         try:
             spec = with_environment(
