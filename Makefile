@@ -4,6 +4,8 @@
 #   make setup    every environment            make demo     train through three frameworks, three processes
 #   make check    format, lint, types, layers, fast tests    (under 90 s)
 #   make test     every test                                 (under 12 min on 2 cores)
+#   make fuzz     ten minutes of wrong bytes at every door
+#   make soak     half an hour of calls while workers are killed
 #   make bench    what the boundary costs on this machine
 #   make format   rewrite the sources as `make check` wants them
 #   make clean    remove everything that these targets made
@@ -19,7 +21,7 @@ MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
 # pytest runs this many processes; each test file runs whole in one of them
 PROCESSES ?= 2
 
-.PHONY: help setup demo test check lint bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
+.PHONY: help setup demo test check lint fuzz soak bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -82,6 +84,12 @@ lint: .venv
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/vermin --quiet --no-tips --target=3.9- wire workers
+
+fuzz: .venv
+	GRADWIRE_FUZZ_S=600 .venv/bin/python -m pytest -s tests/fuzz
+
+soak: .venv
+	.venv/bin/python tests/integration/soak.py
 
 bench: setup
 	.venv/bin/python benchmarks/roundtrip.py

@@ -64,6 +64,7 @@ class Connection:
         self._call_ids = itertools.count(1)
         self.released: deque[int] = deque()
         self._gone = threading.Event()
+        self._broken: str | None = None
         self._closed = False
         self.last_error: tuple[float, GradwireError] | None = None
         self.calls = 0
@@ -262,6 +263,11 @@ class Connection:
     def _raise_dead(self, was_running: bool) -> NoReturn:
         if self._is_replaced:
             self._raise_closed(was_running)
+        if self._broken is not None:
+            raise ProtocolError(
+                f"the connection to worker {self.facts.name!r} was ended, for it sent what it may not: {self._broken}. "
+                "worker.restart() makes a new one"
+            )
         death = self._link.death_of(self.facts.incarnation, REPORT_S)
         name, pid = self.facts.name, self.facts.pid
         if death is None:
@@ -334,7 +340,8 @@ class Connection:
             time.sleep(SHORT_S)
             if self._link.death_of(self.facts.incarnation) is not None:
                 self._gone.set()
-        except (TetherClosedError, GradwireError, OSError):
+        except (TetherClosedError, GradwireError, OSError) as error:
+            self._broken = str(error) if isinstance(error, ProtocolError) else None
             self._link.unwatch(self._tether_fd)
             self._gone.set()
 

@@ -41,7 +41,7 @@ class FakeSystem:
         self.arena = Arena(self.make, self.take_pages, idle_cap)
 
     def resident(self) -> int:
-        return sum(len(s.pages) for s in self.segments) * PAGE
+        return sum(len(s.pages) for s in self.segments if not s.is_closed) * PAGE
 
     def make(self, number: int, nbytes: int, used: int) -> FakeSegment:
         assert used == self.resident() and nbytes % PAGE == 0
@@ -82,6 +82,30 @@ class ArenaMachine(RuleBasedStateMachine):
         self.system = FakeSystem(limit, cap)
         self.arena, self.cap = self.system.arena, cap
         self.live: list[Slot] = []
+        self.lost: list[Slot] = []
+
+    @rule(which=st.integers(0, 10**6))
+    def its_borrower_dies(self, which: int) -> None:
+        if self.live:
+            slot = self.live.pop(which % len(self.live))
+            self.arena.retire(slot)
+            self.lost.append(slot)
+
+    @invariant()
+    def what_is_lost_is_never_touched_again(self) -> None:
+        for slot in getattr(self, "lost", ()):
+            pages = range(slot.offset // PAGE, (slot.offset + slot.nbytes) // PAGE)
+            assert slot.segment.pages.issuperset(pages), "somebody who still looks would see zeros"
+            assert not any(
+                live.segment is slot.segment
+                and live.offset < slot.offset + slot.nbytes
+                and slot.offset < live.offset + live.nbytes
+                for live in self.live
+            )
+            in_use = any(live.segment is slot.segment for live in [*self.live, *self.arena._returned])
+            assert slot.segment.is_closed is not in_use, (
+                "let go as soon as nobody here uses it, and not before"
+            )
 
     @rule(nbytes=st.one_of(st.integers(1, 20_000), st.integers(1, 30 * MIB)))
     def take(self, nbytes: int) -> None:

@@ -783,6 +783,44 @@ def test_what_a_peer_borrowed_stays_lent_until_it_is_gone(pair: Pair) -> None:
     assert client.settle() == 0
 
 
+def test_a_result_that_lies_in_our_own_memory_outlives_the_peer_that_returned_it(pair: Pair) -> None:
+    """What came back without a copy is our own slot, seen through the peer: its death must not give it away."""
+    client, worker = pair
+    (there,) = client.send(full(3))
+    (back,) = worker.send(there)
+    del there
+    client.exchange.end()  # the worker was killed
+    for value in range(20):
+        slot = client.memory.take(4 * N)
+        slot.segment.array((N,), "f4", slot.offset)[...] = value
+    assert (back == 3).all()
+
+
+def test_what_C_returned_to_B_outlives_C_though_it_lies_in_A(chain: Any) -> None:
+    a, _, b_to_c, c_to_b = chain
+    (y,) = a.send(full(7))
+    (z,) = b_to_c.send(y)
+    (back,) = c_to_b.send(z)
+    del y, z
+    b_to_c.exchange.end()  # C was killed
+    for value in range(20):
+        a.send(full(value))
+    assert (back == 7).all()
+    a.peer.exchange.end()  # nor is it kept beyond A
+    assert b_to_c.memory._orphans == []
+
+
+def test_memory_that_a_dead_peer_has_not_returned_is_let_go(pair: Pair) -> None:
+    client, _ = pair
+    for i in range(50):
+        (y,) = client.send(full(i))
+    (y,) = client.send(full(3))
+    used = client.used_bytes()
+    assert used > 4 * N
+    client.exchange.end()
+    assert client.used_bytes() == 0 and (y == 3).all()
+
+
 def test_closed_memory_is_not_lent(pair: Pair) -> None:
     one, _ = pair
     x = fill(one.memory.empty(N, "f4"), 1)

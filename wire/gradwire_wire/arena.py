@@ -3,6 +3,11 @@
 A slot is free, or has one user: what fills it and then the loan on it. Small slots are carved from
 chunks; a large one has a segment of its own. What lies idle above a cap is given back to the system
 page by page (the address range stays and can be taken again).
+
+A slot that was on loan when its borrower died may be looked at still, by somebody to whom the borrower had lent it on and of
+whom nobody hears any more (by this process, too, where it came back as a result). So it is never written again: its
+segment is *retired*. What else is in it goes back to the system as it comes free; then the segment is let go, and its
+memory is free when the last who looks is done.
 """
 
 from __future__ import annotations
@@ -59,6 +64,8 @@ class Arena:
         self._next_number = 0
         self._is_closed = False
         self.segments: list[Any] = []
+        self._carved: defaultdict[Any, int] = defaultdict(int)  # slots in use, by segment
+        self._retired: defaultdict[Any, int] = defaultdict(int)  # bytes that are lost with it, by segment
         self.resident_bytes = 0
         self.idle_bytes = 0
 
@@ -81,6 +88,7 @@ class Arena:
             slot.is_resident = True
             self.resident_bytes += slot.nbytes
         slot.is_used = True
+        self._carved[slot.segment] += 1
         return slot
 
     def give_soon(self, slot: Slot) -> None:
@@ -93,9 +101,48 @@ class Arena:
         if not slot.is_used or self._is_closed:
             return
         slot.is_used = False
+        self._carved[slot.segment] -= 1
+        if slot.segment in self._retired:
+            slot.segment.give_back(slot.offset, slot.nbytes)
+            self.resident_bytes -= slot.nbytes
+            self._let_go(slot.segment)
+            return
         self._free[slot.nbytes].append(slot)
         self.idle_bytes += slot.nbytes
         self._give_back(self._idle_cap)
+
+    def retire(self, slot: Slot) -> None:
+        """Its borrower died: nothing of this slot is written again, nor given to anybody."""
+        if not slot.is_used or self._is_closed:
+            return
+        slot.is_used = False
+        segment = slot.segment
+        if segment not in self._retired:
+            self._withdraw(segment)
+        self._carved[segment] -= 1
+        self._retired[segment] += slot.nbytes
+        self._let_go(segment)
+
+    def _withdraw(self, segment: Any) -> None:
+        """No slot of this segment is free any more, and none is carved from it."""
+        for size, slots in self._free.items():
+            for slot in slots:
+                if slot.segment is segment and slot.is_resident:
+                    segment.give_back(slot.offset, slot.nbytes)
+                    self.idle_bytes -= slot.nbytes
+                    self.resident_bytes -= slot.nbytes
+            self._free[size] = [slot for slot in slots if slot.segment is not segment]
+        if self._chunk is segment:
+            self._give_back_rest()
+            self._chunk = None
+
+    def _let_go(self, segment: Any) -> None:
+        """The last slot of a retired segment that was in use here has come back: what is left of it is others'."""
+        if not self._carved[segment]:
+            self.resident_bytes -= self._retired.pop(segment)
+            del self._carved[segment]
+            self.segments.remove(segment)
+            segment.close()
 
     def give_back_idle(self) -> None:
         """Memory is short: whatever lies idle goes back to the system."""
@@ -115,6 +162,8 @@ class Arena:
         self.segments.clear()
         self._free.clear()
         self._returned.clear()
+        self._carved.clear()
+        self._retired.clear()
         self._chunk = None
         self.resident_bytes = self.idle_bytes = 0
 

@@ -61,6 +61,7 @@ class Memory:
         self.arena = Arena(self._make_segment, self._take_pages)
         self.is_shared = True
         self._peers: list[Exchange] = []
+        self._orphans: list[Lease] = []  # what we had lent on to peers that died: it may be looked at still
 
     def _make_segment(self, number: int, nbytes: int, used: int) -> OwnSegment:
         return OwnSegment(number, nbytes, limit=self.limit, used=used)
@@ -74,11 +75,17 @@ class Memory:
             self._peers.append(peer)
 
     def leave(self, peer: Exchange) -> None:
-        """The peer is gone: its loans end."""
+        """The peer is gone: its loans end. What it had not returned others may look at still, and is retired."""
         with self.lock:
             if peer in self._peers:
                 self._peers.remove(peer)
-            peer.release(peer.loans.end())
+            peer.settle()
+            self._orphans = [lease for lease in self._orphans if lease.ledger is not peer._ours]
+            for thing in peer.loans.end():
+                if type(thing) is Slot:
+                    self.arena.retire(thing)
+                elif type(thing) is Lease:
+                    self._orphans.append(thing)
 
     def take(self, nbytes: int) -> Slot:
         """A slot; takes the lock. Where memory is short, what garbage holds here and at the peers is freed first.
@@ -134,6 +141,8 @@ class Memory:
         with self.lock:
             self.is_shared = False
             self.arena.close()
+            orphans, self._orphans = self._orphans, []
+        del orphans
 
 
 class SlotHolder:

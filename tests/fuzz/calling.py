@@ -1,0 +1,99 @@
+"""A client that calls a worker which lies:  python calling.py FOLDER SECONDS
+
+Every error must be gradwire's own, every call must end in time. Ends with exit code 0 after so many seconds; anything
+else is a finding. Prints how many calls it made and what they raised.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import guards
+
+from gradwire.background import Background
+from gradwire.broker_link import BrokerLink, WorkerFacts
+from gradwire.connection import Connection
+from gradwire.handle import Handle
+from gradwire.remote import Remote, ShapeDtype
+from gradwire_wire.errors import GradwireError
+from gradwire_wire.exchange import Memory
+from gradwire_wire.structures import positional
+
+MOST_S = 8.0  # of one call with its timeout of 0.5 s, the handshake and a reconnection on a busy machine
+
+
+def main(folder: str, seconds: float) -> None:
+    guards.install()
+    warnings.simplefilter("ignore", RuntimeWarning)  # sums of arbitrary bytes overflow
+    link = BrokerLink.start_private(30.0)
+    end = time.monotonic() + seconds
+    met: collections.Counter[str] = collections.Counter()
+    while time.monotonic() < end:
+        memory = Memory()
+        try:
+            one_life(link, memory, folder, end, met)
+        except GradwireError as error:
+            met[type(error).__name__] += 1
+        memory.close()
+    print(dict(met), flush=True)
+    link.close()
+
+
+def one_life(link: BrokerLink, memory: Memory, folder: str, end: float, met: Any) -> None:
+    facts = WorkerFacts("liar", b"i" * 16, os.getpid(), f"ipc://{folder}/z", f"{folder}/t", b"t" * 16, {})
+    connection = Connection(link, facts, memory, 2.0)
+    try:
+        handle = Handle(lambda: connection, "function", "a:b", positional(0), [])
+        remote = Remote(handle, Background("fuzz")).options(timeout=0.5)
+        for i in range(100):
+            if time.monotonic() > end or not connection.is_alive:
+                return
+            start = time.monotonic()
+            try:
+                use(remote, i)
+                met["answered"] += 1
+            except GradwireError as error:
+                met[type(error).__name__] += 1
+            assert time.monotonic() - start < MOST_S, f"a call took {time.monotonic() - start:.1f} s"
+    finally:
+        connection.close()
+        connection.bury()
+
+
+def use(remote: Remote, i: int) -> None:
+    """Calls of every kind; what comes back is read to the last byte."""
+    x = np.ones(2000 if i % 2 else 3)
+    if i % 5 == 3:
+        remote.spec(ShapeDtype((2,), "float32"))
+    elif i % 5 == 4:
+        out, pullback = remote.vjp(x)
+        read(out)
+        read(pullback(out))
+    else:
+        read(remote(x))
+
+
+def read(tree: Any) -> None:
+    if isinstance(tree, np.ndarray):
+        tree.astype("f8").sum()
+        tree.tobytes()
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            read(item)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            read(item)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

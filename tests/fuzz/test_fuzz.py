@@ -1,0 +1,360 @@
+"""Wrong bytes at every door: worker, broker and client refuse them and live on; nobody reads past a segment (R57).
+
+Each target gets its share of ``GRADWIRE_FUZZ_S`` seconds (60; ``make fuzz``: 600), from the seed ``GRADWIRE_FUZZ_SEED``
+(new each time, and printed). A new door is a new test here that sends what `mutator` makes of its right frames.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from lying import Liar, odd_descriptors  # noqa: E402
+from mutator import mutated, other_value  # noqa: E402
+
+from gradwire.private_broker import PrivateBroker  # noqa: E402
+from gradwire_wire import control, messages, sockets  # noqa: E402
+from gradwire_wire.carriers import Carrier  # noqa: E402
+from gradwire_wire.dtypes import BY_NAME  # noqa: E402
+from gradwire_wire.errors import GradwireError  # noqa: E402
+from gradwire_wire.exchange import Exchange, Memory, close_all  # noqa: E402
+from gradwire_wire.lane import lane_pair  # noqa: E402
+from gradwire_wire.segments import Ledger  # noqa: E402
+from gradwire_wire.structures import fill, positional  # noqa: E402
+from gradwire_wire.tether import connect_tether  # noqa: E402
+
+TARGETS = 5
+SECONDS = float(os.environ.get("GRADWIRE_FUZZ_S", "60")) / TARGETS
+SEED = int(os.environ.get("GRADWIRE_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(SECONDS + 100)]
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    print(f"GRADWIRE_FUZZ_SEED={SEED}")
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))  # short, for sockets
+    yield path
+    shutil.rmtree(path)
+
+
+# ---- A worker ----------------------------------------------------------------------------------------------------------
+
+
+class Served:
+    """The worker under fuzz."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "served.py"), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
+        assert self.process.stdout and self.process.stdout.readline() == b"ready\n", self.said()
+
+    def said(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()[-4000:]
+
+    def end(self) -> None:
+        assert self.process.poll() is None, f"the worker died: {self.process.returncode}\n{self.said()}"
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        code = self.process.wait(20)
+        self.process.stdout.close()
+        self.errors.close()
+        assert code == 0
+
+
+class Intruder:
+    """A client that knows how to greet."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, folder: Path) -> None:
+        self.memory, self.id = Memory(), b"c" + os.urandom(15)
+        self.tether = connect_tether(str(folder / "t"), 10)
+        ours = Ledger()
+        self.tether.send(messages.Hello(messages.PROTOCOL, b"t" * 16, self.id, os.getpid()), ours.descriptors)
+        ours.close()
+        received = self.tether.receive(10)
+        assert received is not None
+        self.exchange = Exchange(self.memory, self.tether, Ledger.received(received[1]), ours)
+        self.dealer = sockets.connect_dealer(f"ipc://{folder}/z", self.id + b"0001", 10_000)
+        self.lane, theirs = lane_pair(10_000)
+        assert self.exchange.pass_lane(theirs.fileno())
+        theirs.close()
+        self.headers = self.exchange.lend(
+            [Carrier(np.ones(n), BY_NAME["float64"]) for n in (1000, 20_000)], []
+        ) + self.exchange.lend([Carrier(np.ones(3), BY_NAME["float64"])], [])
+
+    def ask(self, message: Any) -> Any:
+        sockets.send_nowait(self.dealer, [messages.pack(message)])
+        while True:
+            answer = messages.unpack(sockets.receive(self.dealer)[0])
+            if answer.call_id == message.call_id:
+                return answer
+
+    def load(self) -> int:
+        load = messages.Load(next(self.numbers), "function", "served:total", positional(0), [])
+        return int(fill(self.ask(load).structure, [])["remote"])
+
+    def close(self) -> None:
+        self.lane.close()
+        self.dealer.close()
+        self.tether.close()
+        self.exchange.end()
+        self.memory.close()
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Served]:
+    made = Served(folder)
+    yield made
+    made.end()
+
+
+def assert_usable(served: Served) -> None:
+    """A client of good manners is served, and right."""
+    assert served.process.poll() is None, f"the worker died: {served.process.returncode}\n{served.said()}"
+    client = Intruder(served.folder)
+    remote = client.load()
+    call = messages.Call(
+        next(client.numbers), remote, positional(2), [], 0, 0, 0, None, 0, None, client.headers[:2], [], []
+    )
+    answer = client.ask(call)
+    assert type(answer) is messages.Done, answer
+    assert fill(answer.structure, []) == 21_000.0 or answer.headers, answer
+    client.close()
+
+
+def right_message(client: Intruder, remote: int, chance: random.Random) -> Any:
+    """A message that the worker would accept, but for one number in one header perhaps."""
+    number = next(client.numbers)
+    headers = [list(h) for h in client.headers]
+    if chance.random() < 0.7:
+        header = chance.choice(headers)
+        at = chance.randrange(8)
+        header[at] = other_value(chance, header[at])
+    kind = chance.randrange(8)
+    tree = positional(len(headers))
+    if kind == 0:
+        return messages.Load(number, chance.choice(["function", "module"]), "served:total", tree, headers)
+    if kind == 1:
+        return messages.Spec(number, remote, positional(1), None, 0, [[[2, 3], [2, 32, 1]]])
+    if kind == 2:
+        return messages.State(number, remote, "load_state_dict", tree, headers)
+    if kind == 3:
+        return messages.Release([1, 2, 2**32 - 1])
+    word = [["T", [0], 1]] if kind == 4 else [["V", [True, True, False]]] if kind == 5 else []
+    token = chance.choice([0, 0, 0, 1, [[1, 0]]])
+    return messages.Call(
+        number, remote, tree, word, chance.randrange(3), token, 0, None, 0, None, headers, [], [b"x" * 16]
+    )
+
+
+def is_harmless(frame: bytes) -> bool:
+    """Whatever a Load names is imported, which is what it is for: other names than ours are not sent."""
+    try:
+        message = messages.unpack(frame)
+    except GradwireError:
+        return True
+    return type(message) is not messages.Load or message.target.startswith("served:")
+
+
+def until(seconds: float) -> Iterator[int]:
+    end = time.monotonic() + seconds
+    for i in itertools.count():
+        if time.monotonic() > end:
+            return
+        yield i
+
+
+def fuzz_worker(served: Served, chance: random.Random, send: Callable[[Intruder, bytes], None]) -> int:
+    client = Intruder(served.folder)
+    remote = client.load()
+    sent = 0
+    for i in until(SECONDS):
+        try:
+            frame = messages.pack(right_message(client, remote, chance))
+        except (OverflowError, UnicodeEncodeError):  # a number that msgpack has no place for
+            continue
+        if chance.random() < 0.6:
+            frame = mutated(chance, frame)
+        if is_harmless(frame):
+            send(client, frame)
+            sent += 1
+        if i % 500 == 499:
+            assert_usable(served)
+            client.close()
+            client = Intruder(served.folder)
+    client.close()
+    assert_usable(served)
+    return sent
+
+
+def test_r57_a_worker_by_zeromq(served: Served, chance: random.Random) -> None:
+    def send(client: Intruder, frame: bytes) -> None:
+        further = [
+            chance.randbytes(chance.choice([0, 3, 5000])) for _ in range(chance.choice([0, 0, 0, 1, 3]))
+        ]
+        with contextlib.suppress(sockets.Unreachable):  # its queue is full: it is to catch up
+            sockets.send_nowait(client.dealer, [frame, *further])
+        while sockets.receive_nowait(client.dealer) is not None:
+            pass
+
+    assert fuzz_worker(served, chance, send) > 100
+
+
+def test_r57_a_worker_by_lane(served: Served, chance: random.Random) -> None:
+    def send(client: Intruder, frame: bytes) -> None:
+        try:
+            client.lane.send_nowait([frame])
+            while client.lane.receive_nowait() is not None:
+                pass
+        except sockets.Unreachable:  # full, or closed by the worker for its length
+            time.sleep(0.001)
+
+    assert fuzz_worker(served, chance, send) > 100
+
+
+def test_r57_a_worker_by_its_tether(served: Served, chance: random.Random) -> None:
+    """Before and after the greeting, with descriptors of every kind."""
+    hello = messages.Hello(messages.PROTOCOL, b"t" * 16, b"c" * 16, os.getpid())
+    examples = [hello, messages.Segment(7, 4096), messages.Collect(), messages.NewLane()]
+    for i in until(SECONDS):
+        if chance.random() < 0.5:
+            client = Intruder(served.folder)
+            tether = client.tether
+        else:
+            client, tether = None, connect_tether(str(served.folder / "t"), 10)
+        for _ in range(chance.randrange(1, 5)):
+            packet = messages.pack(chance.choice(examples))
+            odd = odd_descriptors(chance, chance.choice([0, 1, 1, 2, 5]))
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", odd))] if odd else []
+            with contextlib.suppress(OSError):
+                bytes_ = mutated(chance, packet) if chance.random() < 0.7 else packet
+                tether._socket.settimeout(1)
+                tether._socket.sendmsg([bytes_], rights, socket.MSG_NOSIGNAL)
+            close_all(odd)
+        if client is not None:
+            client.close()
+        else:
+            tether.close()
+        if i % 100 == 99:
+            assert_usable(served)
+    assert_usable(served)
+    pid = served.process.pid
+    deadline = time.monotonic() + 5
+    while len(os.listdir(f"/proc/{pid}/fd")) > 60:  # nothing that was sent along is kept
+        assert time.monotonic() < deadline, os.listdir(f"/proc/{pid}/fd")
+        time.sleep(0.05)
+
+
+# ---- A broker -----------------------------------------------------------------------------------------------------------
+
+
+def test_r57_a_broker(chance: random.Random) -> None:
+    broker = PrivateBroker(30.0)
+    try:
+        dealer = sockets.connect_dealer(broker.address, os.urandom(16), 10_000)
+        attach = control.Attach(control.PROTOCOL, broker.token, os.getpid())
+        sockets.send_nowait(dealer, [control.pack(attach)])
+        assert type(control.unpack(sockets.receive(dealer)[0])) is control.Attached
+        start = control.Start(
+            1, "numpy", "", "/no/such/python", {b"PATH": b"/bin"}, {}, ["/"], "/", None, None, None, 5.0
+        )
+        examples = [
+            attach,
+            start,
+            control.Cancel(1),
+            control.Interrupt(b"i" * 16),
+            control.Stop(b"i" * 16, 1.0),
+            control.Heard(100),
+        ]
+        frames = [control.pack(e) for e in examples]
+        for i in until(SECONDS):
+            frame = mutated(chance, chance.choice(frames), frames)
+            if _would_start(frame):
+                continue
+            further = [b"more"] if chance.random() < 0.05 else []
+            with contextlib.suppress(sockets.Unreachable):
+                sockets.send_nowait(dealer, [frame, *further])
+            while sockets.receive_nowait(dealer) is not None:
+                pass
+            if i % 500 == 499:
+                _assert_broker_answers(broker)
+        _assert_broker_answers(broker)
+        dealer.close()
+    finally:
+        broker.kill()
+        broker.close()
+        shutil.rmtree(broker.folder, ignore_errors=True)
+
+
+def _would_start(frame: bytes) -> bool:
+    """A start of what exists, or the end of it all, would be obeyed rightly: not sent."""
+    try:
+        message = control.unpack(frame)
+    except GradwireError:
+        return False
+    starts = type(message) is control.Start and message.python != "/no/such/python"
+    return starts or type(message) is control.ShutDown
+
+
+def _assert_broker_answers(broker: PrivateBroker) -> None:
+    assert not broker.wait_ended(0.0), broker.last_words()
+    dealer = sockets.connect_dealer(broker.address, os.urandom(16), 10_000)
+    sockets.send_nowait(dealer, [control.pack(control.Attach(control.PROTOCOL, broker.token, os.getpid()))])
+    assert type(control.unpack(sockets.receive(dealer)[0])) is control.Attached
+    sockets.send_nowait(dealer, [control.pack(control.Stop(b"n" * 16, 1.0))])
+    assert type(control.unpack(sockets.receive(dealer)[0])) is control.Died
+    dealer.close()
+
+
+# ---- A client -----------------------------------------------------------------------------------------------------------
+
+
+def test_r57_a_client_of_a_worker_that_lies(folder: Path, chance: random.Random) -> None:
+    liar = Liar(folder, chance.randrange(1 << 32))
+    liar.start()
+    program = subprocess.Popen(
+        [sys.executable, str(HERE / "calling.py"), str(folder), str(SECONDS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = program.communicate(timeout=SECONDS + 60)
+    finally:
+        program.kill()
+        liar.stop()
+    assert program.returncode == 0, f"{program.returncode}\n{output}\n{errors[-6000:]}"
+    print(liar.said, output)
+    assert liar.said > 50 and "answered" in output, (liar.said, output)
