@@ -13,7 +13,7 @@ from gradwire_broker.broker import Broker
 from gradwire_broker.runtime import NoRuntimeFolder, RuntimeFolder
 from gradwire_wire import process
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
-from gradwire_wire.spawn import Lent
+from gradwire_wire.rendezvous import WORDS, Card, write_card
 
 LAST_MESSAGES_S = 0.02  # ZeroMQ's own thread sends what was said last
 
@@ -39,11 +39,15 @@ def main(lifeline_fd: int) -> int:
 def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder) -> int:
     address = f"ipc://{folder.path}/broker.zmq"
     try:
-        broker = Broker(address, folder.path, bytes.fromhex(config.token), Lent(config.lent_to_workers, []))
+        broker = Broker(address, folder.path, config)
         broker.heed_signals()
-        if not broker.belong_to(config.owner_pid, lifeline):
+        if config.owner_pid is not None and not broker.belong_to(config.owner_pid, lifeline):
             return 0
+        if config.name:
+            _be_found(config, address, folder)
         lifeline.send_nowait(BrokerReady(address, str(folder.path)))
+        if config.owner_pid is None:
+            lifeline.close()
     except LifelineEnded:
         return 0
     except Exception as error:
@@ -55,6 +59,17 @@ def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder) -> i
         broker.kill_all()
         time.sleep(LAST_MESSAGES_S)
     return 0
+
+
+def _be_found(config: BrokerConfig, address: str, folder: RuntimeFolder) -> None:
+    """Leave a card for other programs, and write to a file of the folder: nobody keeps the program's own for us."""
+    words = os.open(folder.path / WORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for standard in (1, 2):
+        os.dup2(words, standard)
+    os.close(words)
+    write_card(
+        Card(config.name, address, config.token, os.getpid(), str(folder.path), config.file, config.listen)
+    )
 
 
 def _could_not(lifeline: Lifeline, why: str) -> int:

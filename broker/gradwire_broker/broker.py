@@ -22,33 +22,44 @@ from typing import Any
 
 from gradwire_broker import clients, processors
 from gradwire_broker.reports import not_started
+from gradwire_broker.roll import Roll
 from gradwire_broker.worker import CannotLaunch, Place, Worker
 from gradwire_wire import control, sockets
 from gradwire_wire.errors import ProtocolError, UsageError
-from gradwire_wire.lifeline import Lifeline
+from gradwire_wire.lifeline import BrokerConfig, Lifeline
 from gradwire_wire.process import open_pidfd
 from gradwire_wire.spawn import Lent
 
 __all__ = ["Broker"]
 
 DEATHS_KEPT = 256
+ENDED_KEPT = 32  # workers whose last words can still be asked for
+CLIENT_GONE_S, RESTART_S = 3.0, 1.0  # for workers to end in
 UNKILLABLE_S = 2.0  # a killed process may hang in the kernel; the broker does not wait longer
 
 
 class Broker:
     """Serves until its owner ends or says so. Owns the router and all workers, not the folder."""
 
-    def __init__(self, address: str, folder: Path, token: bytes, lent: Lent) -> None:
-        self._folder, self._lent = folder, lent
+    def __init__(self, address: str, folder: Path, config: BrokerConfig) -> None:
+        self._folder, self._lent = folder, Lent(config.lent_to_workers, [])
+        self._allow, self._expected = config.allow, config.expected_workers
+        self._is_shared = bool(config.name)
         self._workers: dict[bytes, Worker] = {}
+        self._ended_workers: dict[str, Worker] = {}  # by name, the last one of each that ended
+        self._restarts: dict[bytes, list[tuple[bytes, control.Restart]]] = {}
+        self._guests: dict[bytes, int] = {}  # pidfds of a shared broker's clients
         self._deaths: dict[bytes, control.Died] = {}
         self._over = False
         self._patience = math.inf  # until when to wait for the last workers
         self._poller = sockets.Poller()
         self._handlers: dict[Any, Callable[[], object]] = {}
         self._router = sockets.bind_router(address)
-        self._clients = clients.Clients(self._router, token)
-        self._listen(self._router, self._hear_clients)
+        self._clients = clients.Clients(
+            self._router, bytes.fromhex(config.token), bytes.fromhex(config.owner_token)
+        )
+        self._roll = Roll(self._clients.send)
+        self._listen(self._router, lambda: self._hear_clients(clients.NEAR, self._router))
 
     # ---- The loop ----
 
@@ -71,13 +82,14 @@ class Broker:
 
     def _wait_ms(self) -> int | None:
         dues = [due for worker in self._workers.values() if (due := worker.due()) is not None]
-        first = min((*dues, self._patience))
+        first = min((*dues, self._patience, self._roll.due()))
         return None if first == math.inf else max(0, int(1000 * (first - time.monotonic())) + 1)
 
     def _keep_time(self) -> None:
         now = time.monotonic()
         for worker in list(self._workers.values()):
             worker.advance(now)
+        self._roll.advance(now)
 
     # ---- Whose broker this is ----
 
@@ -122,16 +134,29 @@ class Broker:
 
     # ---- Clients ----
 
-    def _hear_clients(self) -> None:
-        while (frames := sockets.receive_nowait(self._router)) is not None:
-            message = self._clients.admitted(frames)
+    def _hear_clients(self, way: bytes, router: Any) -> None:
+        while (frames := sockets.receive_nowait(router)) is not None:
+            client, message = self._clients.admitted(way, frames)
             if message is not None:
                 with _reported():
-                    self._obey(frames[0], message)
+                    self._obey(client, message)
 
     def _obey(self, client: bytes, message: Any) -> None:
-        if isinstance(message, control.Start):
+        refusal = self._refusal(client, message)
+        if refusal:
+            self._clients.send(client, _denied(message, refusal))
+        elif isinstance(message, control.Start):
             self._start(client, message)
+        elif isinstance(message, control.Attach):
+            self._watch_client(client, message.pid)
+        elif isinstance(message, control.Detach):
+            self._client_gone(client)
+        elif isinstance(message, control.Look):
+            self._roll.ask(client, message.request, self._all_workers(), time.monotonic())
+        elif isinstance(message, control.ReadLog):
+            self._tell_log(client, message)
+        elif isinstance(message, control.Restart):
+            self._restart(client, message)
         elif isinstance(message, control.Cancel):
             self._cancel(client, message.request)
         elif isinstance(message, control.Interrupt):
@@ -144,31 +169,113 @@ class Broker:
         else:
             raise ProtocolError(f"{type(message).__name__} is not for the broker")
 
-    def _start(self, client: bytes, order: control.Start) -> None:
+    def _refusal(self, client: bytes, message: Any) -> str:
+        """Why this client may not ask for that; "" where it may."""
+        if clients.is_far(client) and isinstance(message, (control.Start, control.Stop, control.ShutDown)):
+            return "over tcp workers are used, and neither started nor ended: do that where the broker runs"
+        if (
+            isinstance(message, control.Start)
+            and self._allow is not None
+            and not self._clients.is_owner(client)
+        ):
+            return (
+                "this broker restricts which targets may be called (allow = [...] in its file), "
+                "so its workers are those of the file; add yours there and start it again with gradwire up"
+            )
+        return ""
+
+    def _watch_client(self, client: bytes, pid: int) -> None:
+        """A shared broker forgets a client whose process has ended. (A private one ends itself then.)"""
+        if not self._is_shared or clients.is_far(client):
+            return
+        try:
+            pidfd = self._guests[client] = open_pidfd(pid)
+        except OSError:  # in another PID namespace; it is forgotten when something cannot be sent to it
+            return
+        self._listen(pidfd, lambda: self._client_gone(client))
+
+    def _client_gone(self, client: bytes) -> None:
+        self._clients.forget(client)
+        pidfd = self._guests.pop(client, -1)
+        if pidfd >= 0:
+            self._unlisten(pidfd)
+            os.close(pidfd)
+        for worker in self._workers.values():
+            if worker.client == client and not worker.order.lasts and self._is_shared:
+                worker.stop(CLIENT_GONE_S)
+
+    def _all_workers(self) -> list[Worker]:
+        """Those that live, and of the other names the last that had it."""
+        names = {worker.place.name for worker in self._workers.values()}
+        ended = [worker for name, worker in self._ended_workers.items() if name not in names]
+        return [*self._workers.values(), *ended]
+
+    def _tell_log(self, client: bytes, message: control.ReadLog) -> None:
+        for worker in self._all_workers():
+            if worker.place.name == message.name:
+                self._clients.send(client, control.Log(message.request, worker.log))
+                if message.follow:
+                    self._clients.show(client, message.name)
+                return
+        self._clients.send(client, _denied(message, self._unknown(message.name)))
+
+    def _unknown(self, name: str) -> str:
+        names = ", ".join(sorted(worker.place.name for worker in self._all_workers())) or "none"
+        return f"there is no worker {name!r}; there are {names}"
+
+    def _restart(self, client: bytes, message: control.Restart) -> None:
+        old = next((w for w in self._all_workers() if w.place.incarnation == message.incarnation), None)
+        if old is None:
+            # another incarnation of it may be there: the client looks for that by its name
+            self._clients.send(client, _denied(message, "that process of the worker is long gone"))
+        elif old.end is None and clients.is_far(client):
+            self._clients.send(client, _denied(message, "over tcp a worker that runs cannot be restarted"))
+        elif old.end is None:
+            self._restarts.setdefault(message.incarnation, []).append((client, message))
+            old.stop(RESTART_S)
+        else:
+            self._start(old.client, old.order._replace(request=message.request), client)
+
+    def _start_again(self, name: str, asked: list[tuple[bytes, control.Restart]]) -> None:
+        """After the end of a worker that was to be restarted, perhaps by several clients: once, for all of them."""
+        for client, message in asked:
+            present = next((w for w in self._workers.values() if w.place.name == name), None)
+            if present is None:
+                self._restart(client, message)
+            else:
+                present.asking.append((client, message.request))
+
+    def _start(self, client: bytes, order: control.Start, asker: bytes | None = None) -> None:
+        """``asker``: who is told, if not the client that it will belong to."""
+        asker = client if asker is None else asker
         try:
             worker = self._launch(client, order)
         except CannotLaunch as error:
-            self._clients.send(client, control.NotStarted(order.request, str(error)))
+            self._clients.send(asker, control.NotStarted(order.request, str(error)))
             return
         except UsageError as error:
-            self._clients.send(client, control.Denied(order.request, type(error).__name__, str(error)))
+            self._clients.send(asker, control.Denied(order.request, type(error).__name__, str(error)))
             return
         except Exception as error:
             why = not_started(
                 order.name or order.framework, order.framework, f"{type(error).__name__}: {error}"
             )
-            self._clients.send(client, control.NotStarted(order.request, why))
+            self._clients.send(asker, control.NotStarted(order.request, why))
             raise
+        worker.asking = [(asker, order.request)]
+        self._clients.show(asker, worker.place.name)
         self._workers[worker.place.incarnation] = worker
         self._listen(worker.pidfd, lambda: self._ended(worker))
         self._listen(worker.lifeline.fileno(), lambda: self._told(worker))
         self._listen(worker.output, lambda: self._printed(worker))
-        self._clients.send(client, control.Starting(order.request, worker.doing))
+        self._clients.send(asker, control.Starting(order.request, worker.doing))
         self._share_out()
 
     def _share_out(self) -> None:
         """The processors are shared anew among all; those that are in use already keep what they have."""
-        share = processors.share_of(processors.available_processors(), len(self._workers))
+        share = processors.share_of(
+            processors.available_processors(), max(self._expected, len(self._workers))
+        )
         for worker in self._workers.values():
             worker.share(share)
 
@@ -194,13 +301,16 @@ class Broker:
             token=secrets.token_bytes(16),
             endpoint=f"ipc://{stem}.zmq",
             tether_path=f"{stem}.mem",
-            threads=processors.share_of(processors.available_processors(), len(self._workers) + 1),
+            threads=processors.share_of(
+                processors.available_processors(), max(self._expected, len(self._workers) + 1)
+            ),
             lent=self._lent,
+            allow=self._allow,
         )
 
     def _cancel(self, client: bytes, request: int) -> None:
         for worker in self._workers.values():
-            if worker.client == client and worker.order.request == request:
+            if worker.asking == [(client, request)] and worker.client == client:
                 worker.kill()
 
     def _stop(self, client: bytes, message: control.Stop) -> None:
@@ -218,9 +328,11 @@ class Broker:
         if not worker.hear():
             self._unlisten(worker.lifeline.fileno())
         if worker.ready is not None and was_ready is None:
-            self._clients.send(worker.client, _started(worker))
+            for client, request in worker.asking:
+                self._clients.send(client, _started(worker, request))
         elif worker.doing != doing:
-            self._clients.send(worker.client, control.Starting(worker.order.request, worker.doing))
+            for client, request in worker.asking:
+                self._clients.send(client, control.Starting(request, worker.doing))
         if worker.threads is not None and worker.threads != had:
             self._clients.tell(control.HasThreads(worker.place.incarnation, worker.threads))
 
@@ -238,9 +350,21 @@ class Broker:
         del self._workers[worker.place.incarnation]
         self._share_out()
         self._sweep_sockets(worker)
+        self._note_end(worker)
         if worker.ready is None:
-            self._clients.send(worker.client, control.NotStarted(worker.order.request, worker.not_started()))
-            return
+            for client, request in worker.asking:
+                self._clients.send(client, control.NotStarted(request, worker.not_started()))
+        else:
+            self._tell_death(worker)
+        self._start_again(worker.place.name, self._restarts.pop(worker.place.incarnation, []))
+
+    def _note_end(self, worker: Worker) -> None:
+        self._ended_workers.pop(worker.place.name, None)
+        self._ended_workers[worker.place.name] = worker
+        while len(self._ended_workers) > ENDED_KEPT:
+            del self._ended_workers[next(iter(self._ended_workers))]
+
+    def _tell_death(self, worker: Worker) -> None:
         assert worker.end is not None
         died = control.Died(worker.place.incarnation, *worker.end, worker.last_output, worker.command)
         self._deaths[died.incarnation] = died
@@ -254,18 +378,25 @@ class Broker:
                 os.unlink(path)
 
 
-def _started(worker: Worker) -> control.Started:
+def _denied(message: Any, why: str) -> control.Denied | control.Refused:
+    request = getattr(message, "request", None)
+    return (
+        control.Refused("UsageError", why) if request is None else control.Denied(request, "UsageError", why)
+    )
+
+
+def _started(worker: Worker, request: int) -> control.Started:
     place = worker.place
     assert worker.ready is not None
     return control.Started(
-        request=worker.order.request,
+        request=request,
         name=place.name,
         incarnation=place.incarnation,
         pid=worker.pid,
         endpoint=place.endpoint,
         tether_path=place.tether_path,
         token=place.token,
-        info=worker.ready.info,
+        info=worker.info,
     )
 
 

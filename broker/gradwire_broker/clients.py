@@ -1,4 +1,9 @@
-"""Who is attached to the broker: the token is asked for once, output flows at each client's own pace."""
+"""Who is attached to the broker: the token is asked for once, output flows at each client's own pace.
+
+A client comes by one of the broker's routers. By the one in the runtime folder come programs of this user, which show
+a token. By the one at ``tcp://``, if there is one, come *far* clients, whose keys were looked at before their first
+message got here; they use workers, and neither start nor end any.
+"""
 
 from __future__ import annotations
 
@@ -10,71 +15,114 @@ from gradwire_broker.output import Outlet
 from gradwire_wire import control, sockets
 from gradwire_wire.errors import ProtocolError
 
-__all__ = ["Clients"]
+__all__ = ["FAR", "NEAR", "Clients", "is_far"]
+
+NEAR, FAR = b"n", b"f"
+"""The first byte of what a client is called here: which router it came by; the rest is its identity there."""
+
+
+class Client:
+    """One that showed the token. ``shows``: the workers whose output it is sent."""
+
+    def __init__(self, pid: int, is_owner: bool) -> None:
+        self.pid, self.is_owner = pid, is_owner
+        self.outlet = Outlet()
+        self.shows: set[str] = set()
 
 
 class Clients:
-    """All clients that showed the token, by their ROUTER identity. Nothing here ever blocks."""
+    """All clients that were admitted. Nothing here ever blocks."""
 
-    def __init__(self, router: Any, token: bytes) -> None:
-        self._router = router
-        self._token = token
-        self._outlets: dict[bytes, Outlet] = {}
+    def __init__(self, router: Any, token: bytes, owner_token: bytes) -> None:
+        self._routers = {NEAR: router}
+        self._token, self._owner_token = token, owner_token
+        self._admitted: dict[bytes, Client] = {}
 
-    def admitted(self, frames: list[bytes]) -> Any:
-        """The message for the broker in what the router received; None where there is none (left to do)."""
-        client = frames[0]
+    def come_also_by(self, router: Any) -> None:
+        """The router of far clients."""
+        self._routers[FAR] = router
+
+    def admitted(self, way: bytes, frames: list[bytes]) -> tuple[bytes, Any]:
+        """Who said what the router of that way received, and the message for the broker in it (None: nothing left to do)."""
+        client = way + frames[0]
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"a message is one frame, not {len(frames) - 1}")
             message = control.unpack(frames[1])
         except ProtocolError as error:
             self.send(client, control.Refused("ProtocolError", str(error)))
-            return None
+            return client, None
         if isinstance(message, control.Attach):
-            self._attach(client, message)
-        elif client not in self._outlets:
+            return client, message if self._attach(client, message) else None
+        known = self._admitted.get(client)
+        if known is None:
             self.send(client, control.Refused("ConnectError", "attach first"))
         elif isinstance(message, control.Heard):
-            self._outlets[client].heard(message.cost)
+            known.outlet.heard(message.cost)
             self._pour(client)
+        elif isinstance(message, control.Show):
+            (known.shows.add if message.wanted else known.shows.discard)(message.name)
         else:
-            return message
-        return None
+            return client, message
+        return client, None
 
-    def _attach(self, client: bytes, message: control.Attach) -> None:
+    def _attach(self, client: bytes, message: control.Attach) -> bool:
+        """Whether it is new here and was let in."""
+        is_owner = hmac.compare_digest(message.token, self._owner_token) and not is_far(client)
         if message.protocol != control.PROTOCOL:
             why = (
                 f"the broker speaks version {control.PROTOCOL} of the protocol, the client {message.protocol}"
             )
             self.send(client, control.Refused("VersionMismatchError", why))
-        elif not hmac.compare_digest(message.token, self._token):
+        elif not (is_owner or is_far(client) or hmac.compare_digest(message.token, self._token)):
             self.send(client, control.Refused("ConnectError", "the token is not the broker's"))
         else:
-            self._outlets.setdefault(client, Outlet())
+            is_new = client not in self._admitted
+            self._admitted.setdefault(client, Client(message.pid, is_owner))
             self.send(client, control.Attached(control.PROTOCOL, os.getpid()))
+            return is_new
+        return False
+
+    def is_owner(self, client: bytes) -> bool:
+        """Whether it showed the owner's token."""
+        return client in self._admitted and self._admitted[client].is_owner
+
+    def show(self, client: bytes, name: str) -> None:
+        """From now on it is sent what the worker of that name prints."""
+        if client in self._admitted:
+            self._admitted[client].shows.add(name)
+
+    def forget(self, client: bytes) -> None:
+        """It is gone."""
+        self._admitted.pop(client, None)
 
     def send(self, client: bytes, message: Any) -> None:
         """To one of them; a client that is gone is forgotten."""
         try:
-            sockets.send_nowait(self._router, [client, control.pack(message)])
+            sockets.send_nowait(self._routers[client[:1]], [client[1:], control.pack(message)])
         except sockets.Unreachable:
-            self._outlets.pop(client, None)
+            self.forget(client)
 
     def tell(self, message: Any) -> None:
         """To all of them."""
-        for client in list(self._outlets):
+        for client in list(self._admitted):
             self.send(client, message)
 
     def tell_output(self, name: str, text: str) -> None:
-        """What a worker wrote, to all of them, as fast as each shows it."""
+        """What a worker wrote, to those who are shown it, as fast as each shows it."""
         if not text:
             return
-        for client, outlet in list(self._outlets.items()):
-            outlet.write(name, text)
-            self._pour(client)
+        for client, known in list(self._admitted.items()):
+            if name in known.shows:
+                known.outlet.write(name, text)
+                self._pour(client)
 
     def _pour(self, client: bytes) -> None:
-        outlet = self._outlets.get(client)
-        for piece in outlet.take() if outlet else ():
+        known = self._admitted.get(client)
+        for piece in known.outlet.take() if known else ():
             self.send(client, piece)
+
+
+def is_far(client: bytes) -> bool:
+    """Whether it came over tcp."""
+    return client[:1] == FAR

@@ -34,13 +34,13 @@ class Tail:
             self._pieces = deque([kept])
             self._held = len(kept)
 
-    def text(self) -> str:
-        """The last lines; where some are missing, the first line says how much."""
-        kept = "".join(self._pieces)[-self._max_characters :]
-        lines = kept.splitlines(keepends=True)
-        kept = "".join(lines[-self._max_lines :]).rstrip("\n")
-        lost = self._written - len("".join(lines[-self._max_lines :]))
-        return f"[{lost:,} characters before this are not kept]\n{kept}" if lost else kept
+    def text(self, max_lines: int | None = None, max_characters: int | None = None) -> str:
+        """The last lines, or fewer of them; where some are missing, the first line says how much."""
+        kept = "".join(self._pieces)[-(max_characters or self._max_characters) :]
+        lines = kept.splitlines(keepends=True)[-(max_lines or self._max_lines) :]
+        kept = "".join(lines).rstrip("\n")
+        lost = self._written - len("".join(lines))
+        return f"[{lost:,} characters before this are not shown]\n{kept}" if lost else kept
 
 
 class Outlet:

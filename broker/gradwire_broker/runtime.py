@@ -14,14 +14,15 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+from gradwire_wire.rendezvous import candidates, folder_prefix
 
 __all__ = ["SUN_PATH", "NoRuntimeFolder", "RuntimeFolder", "candidates", "sweep"]
 
 SUN_PATH = 107  # bytes of a Unix socket's path, without the final zero
 LONGEST_NAME = "w0123456789abcdef.zmq"
-_SYSTEM_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class NoRuntimeFolder(Exception):
@@ -54,7 +55,7 @@ class RuntimeFolder:
     @classmethod
     def _make_in(cls, parent: Path) -> RuntimeFolder:
         for _ in range(100):
-            path = parent / f"{_prefix()}{secrets.token_hex(4)}"
+            path = parent / f"{folder_prefix()}{secrets.token_hex(4)}"
             os.mkdir(path, 0o700)
             lock = _lock(path)
             if lock is not None:
@@ -70,18 +71,10 @@ class RuntimeFolder:
             self._lock = -1
 
 
-def candidates(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Where the folder may be, best first."""
-    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
-        if environment.get(name):
-            yield Path(environment[name])
-    yield from map(Path, _SYSTEM_FOLDERS)
-
-
 def sweep(parent: Path) -> list[Path]:
     """Remove what earlier brokers of this user left in a candidate; returns what was removed."""
     swept = []
-    for path in parent.glob(f"{_prefix()}*"):
+    for path in parent.glob(f"{folder_prefix()}*"):
         lock = _lock(path)
         if lock is None:
             continue  # its broker lives, or it is not ours
@@ -89,10 +82,6 @@ def sweep(parent: Path) -> list[Path]:
         os.close(lock)
         swept.append(path)
     return swept
-
-
-def _prefix() -> str:
-    return f"gradwire-{os.geteuid()}-"
 
 
 def _lock(path: Path) -> int | None:
@@ -117,7 +106,7 @@ def _check(parent: Path) -> None:
     """OSError if sockets below this folder could not be named, or somebody else could replace ours."""
     if not parent.is_absolute():
         raise OSError(errno.EINVAL, "not an absolute path")
-    longest = len(os.fsencode(parent / f"{_prefix()}01234567" / LONGEST_NAME))
+    longest = len(os.fsencode(parent / f"{folder_prefix()}01234567" / LONGEST_NAME))
     if longest > SUN_PATH:
         raise OSError(
             errno.ENAMETOOLONG, f"a socket's path would have {longest} bytes, {SUN_PATH} are allowed"

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import codecs
 import os
+import resource
 import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire_broker.environment import chooses_threads, worker_environment
 from gradwire_broker.output import Tail
@@ -34,6 +35,8 @@ from gradwire_wire.lifeline import (
     Leave,
     Lifeline,
     LifelineEnded,
+    Report,
+    Served,
     Share,
     WorkerConfig,
     WorkerReady,
@@ -44,6 +47,8 @@ from gradwire_wire.spawn import Lent, shown, spawn
 __all__ = ["CannotLaunch", "Place", "Worker"]
 
 CHUNK = 1 << 16
+LOG_LINES, LOG_CHARACTERS = 1000, 100_000  # what is kept of a worker's output
+REPORT_LINES, REPORT_CHARACTERS = 100, 16_000  # what the report of a death shows of that
 MOST_AT_ONCE = 1 << 20  # bytes of output read before others get their turn
 
 
@@ -61,14 +66,22 @@ class Place(NamedTuple):
     tether_path: str
     threads: int
     lent: Lent
+    allow: list[str] | None
 
 
 class Worker:
-    """A worker that was started. ``client``: who asked for it. ``ready``: its facts, once it is."""
+    """A worker that was started. ``ready``: its facts, once it is.
+
+    client: who started it, and answers for it unless it lasts. asking: who waits for its start, with the number of
+    each one's request. calls: how many it has served, as it reported last.
+    """
 
     def __init__(self, order: Start, place: Place, client: bytes, base: dict[str, str]) -> None:
         """Raises CannotLaunch."""
         self.order, self.place, self.client = order, place, client
+        self.asking = [(client, order.request)]
+        self.calls = 0
+        self._is_asked = False
         self.doing = "starting the interpreter"
         self.ready: WorkerReady | None = None
         self.threads: int | None = None  # that it says it has, since it was ready
@@ -76,7 +89,7 @@ class Worker:
         self._share = None if chosen else place.threads
         self.end: End | None = None
         self._why = ""
-        self._tail = Tail()
+        self._tail = Tail(LOG_LINES, LOG_CHARACTERS)
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._steps: deque[tuple[float, Callable[[], None]]] = deque()
         self._born = time.monotonic()
@@ -156,6 +169,8 @@ class Worker:
             threads=order.threads or self._share,
             x64=order.x64,
             device=order.device,
+            loads=order.loads,
+            allow=place.allow,
         )
 
     def _environment(self, base: dict[str, str], python: str) -> dict[str, str]:
@@ -198,6 +213,48 @@ class Worker:
             self.threads = message.threads
         elif isinstance(message, CouldNot):
             self._give_up(message.message)
+        elif isinstance(message, Served):
+            self.calls, self._is_asked = message.calls, False
+
+    def ask(self) -> bool:
+        """Have it report how many calls it has served. False: it will not, or not before its present call is done."""
+        if self.ready is None or self.end is not None or self._is_asked:
+            return False
+        try:
+            self.lifeline.send_nowait(Report())
+        except LifelineEnded:
+            return False
+        self._is_asked = True
+        return True
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What it said it runs on; empty before it is ready."""
+        info = {} if self.ready is None else self.ready.info
+        return info if self.threads is None else {**info, "threads": self.threads}
+
+    @property
+    def state(self) -> str:
+        """What the command ``ps`` shows."""
+        if self.end is not None:
+            return "ended"
+        if self.ready is None:
+            return "starting"
+        return "busy" if self._is_asked else "idle"
+
+    @property
+    def age_s(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self._born
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it has resident; 0 where that is not to be known."""
+        try:
+            with open(f"/proc/{self.pid}/statm") as file:
+                return int(file.read().split()[1]) * resource.getpagesize()
+        except (OSError, IndexError):
+            return 0
 
     def read(self) -> tuple[str, bool]:
         """The output is readable: what was written, and whether more can come (False: stop polling it)."""
@@ -282,8 +339,18 @@ class Worker:
 
     @property
     def last_output(self) -> str:
-        """The last lines of its output."""
-        return self._tail.text()
+        """The last lines of its output, for a report."""
+        return self._tail.text(REPORT_LINES, REPORT_CHARACTERS)
+
+    @property
+    def log(self) -> str:
+        """All that is kept of its output."""
+        return self._tail.text(LOG_LINES, LOG_CHARACTERS)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to end."""
+        return bool(self._why)
 
     def not_started(self) -> str:
         """The message of the WorkerStartError, for one that finished before it was ready."""

@@ -10,27 +10,55 @@ from typing import Any
 import numpy as np
 
 from gradwire.broker_link import BrokerLink
+from gradwire.configuration import Configuration, WorkerEntry, read
 from gradwire.families import barrier
+from gradwire.fleet import spec_of, start_together
 from gradwire.orders import checked_framework, checked_spec, with_environment
 from gradwire.restarts import Restarts
+from gradwire.shared_broker import SharedBroker, card_of
+from gradwire.shared_worker import SharedWorker
 from gradwire.worker import Worker
+from gradwire_wire.control import Present
 from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
 from gradwire_wire.exchange import Memory
 
 __all__ = ["Bridge", "connect"]
 
+ATTACH_S = 120.0  # for a shared worker that is starting
 
-def connect(target: str | None = None, *, start_timeout: float = 60.0) -> Bridge:
-    """Start a private broker, which ends with this program, and connect to it.
 
-    target: must be None in this version (a ``gradwire.toml`` or the address of a shared broker later).
-    start_timeout: seconds the broker may take to come up; ConnectError after that.
+def connect(target: str | os.PathLike[str] | None = None, *, start_timeout: float = 60.0) -> Bridge:
+    """Connect to a broker: a private one by default, which ends with this program.
+
+    target: None; a ``.toml`` file, whose workers are started together in a private broker, and are ready when this
+    returns (or which names a broker elsewhere); the address, runtime folder or name of a shared broker that ``gradwire
+    up`` has started. start_timeout: seconds the broker may take to answer; ConnectError after that. UsageError names
+    what is wrong in a file; WorkerStartError where one of its workers does not start (none is left then).
     """
-    if target is not None:
-        raise UsageError(
-            f"connect({target!r}): this version opens private brokers only; call connect() without a target"
-        )
-    return Bridge(BrokerLink.start_private(start_timeout))
+    text = None if target is None else os.fspath(target)
+    if text is None:
+        return Bridge(BrokerLink.start_private(start_timeout))
+    if text.endswith(".toml"):
+        return _connect_by_file(read(text), start_timeout)
+    return _connect_to(text, start_timeout)
+
+
+def _connect_by_file(configuration: Configuration, start_timeout: float) -> Bridge:
+    if configuration.address is not None:
+        return _connect_to(configuration.address, start_timeout)
+    bridge = Bridge(BrokerLink.start_private(start_timeout, expected_workers=len(configuration.workers)))
+    try:
+        start_together(configuration.workers.values(), bridge._start_entry)
+    except BaseException:
+        bridge.close()
+        raise
+    return bridge
+
+
+def _connect_to(address: str, start_timeout: float) -> Bridge:
+    if address.startswith("tcp://"):
+        raise UsageError(f"{address}: tcp is not in this version")
+    return Bridge(BrokerLink.to_shared(SharedBroker(card_of(address)), start_timeout))
 
 
 class Bridge:
@@ -42,6 +70,7 @@ class Bridge:
         self._workers: dict[str, Worker] = {}
         self._starting: set[str] = set()  # names that are given away, of workers that are not there yet
         self._naming = threading.Lock()
+        self._attaching = threading.Lock()
         self._closed = False
         link.every_second(self._every_second)
 
@@ -93,7 +122,18 @@ class Bridge:
                     start_timeout=start_timeout,
                 ),
             )
+            spec = spec._replace(restart=restart)
             made = self._workers[chosen] = Worker(self._link, self._memory, spec, restart)
+        finally:
+            self._starting.discard(chosen)
+        return made
+
+    def _start_entry(self, entry: WorkerEntry) -> Worker:
+        """A worker of a file."""
+        chosen = self._take_name(entry.framework, entry.name)
+        try:
+            spec = spec_of(entry, lasts=self._link.is_shared)
+            made = self._workers[chosen] = Worker(self._link, self._memory, spec, entry.restart)
         finally:
             self._starting.discard(chosen)
         return made
@@ -118,14 +158,31 @@ class Bridge:
             raise ClosedError("this bridge was closed; call gradwire.connect() again")
 
     def __getitem__(self, name: str) -> Worker:
-        """The worker of that name."""
-        try:
-            return self._workers[name]
-        except KeyError:
-            raise UsageError(f"no worker {name!r}; there are {', '.join(self._workers) or 'none'}") from None
+        """The worker of that name. On a shared broker it is looked for there, and waited for while it starts."""
+        with self._naming:
+            known = self._workers.get(name)
+        if self._link.is_shared and (known is None or known.is_closed):
+            self._check_usable()
+            return self._attach(self._link.find_worker(name, ATTACH_S))
+        if known is None:
+            raise UsageError(f"no worker {name!r}; there are {', '.join(self._workers) or 'none'}")
+        return known
+
+    def _attach(self, present: Present) -> Worker:
+        """A proxy of a shared broker's worker, one for each name."""
+        with self._attaching:
+            known = self._workers.get(present.name)
+            if known is not None and not known.is_closed:
+                return known
+            made = self._workers[present.name] = SharedWorker(self._link, self._memory, present)
+            return made
 
     def workers(self) -> list[Worker]:
-        """All workers, in the order they were started."""
+        """All workers, in the order they were started. On a shared broker: all that are ready."""
+        if self._link.is_shared:
+            self._check_usable()
+            ready = [present for present in self._link.look() if present.state in ("idle", "busy")]
+            return [self._attach(present) for present in ready]
         return list(self._workers.values())
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -152,7 +209,10 @@ class Bridge:
             worker.every_second()
 
     def close(self) -> None:
-        """End all workers and the broker. Results that are here stay valid. Bounded in time; idempotent."""
+        """End all workers and the broker. Results that are here stay valid. Bounded in time; idempotent.
+
+        Of a shared broker only the workers that this bridge started itself are ended.
+        """
         if self._closed or self._pid != os.getpid():
             return
         if any(worker.alive for worker in self._workers.values()):

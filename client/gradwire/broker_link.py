@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import queue
 import shutil
 import socket
 import sys
@@ -27,11 +28,12 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from gradwire.orphans import end_orphans
-from gradwire.private_broker import PrivateBroker
+from gradwire.private_broker import PrivateBroker, Sharing
+from gradwire.shared_broker import SharedBroker
 from gradwire.worker_output import Screen
 from gradwire_wire import control, errors, sockets
 from gradwire_wire.errors import (
@@ -40,6 +42,7 @@ from gradwire_wire.errors import (
     DeadlineError,
     ForkedError,
     UsageError,
+    WorkerDiedError,
     WorkerStartError,
 )
 
@@ -48,6 +51,9 @@ __all__ = ["BrokerLink", "Death", "WorkerFacts", "WorkerSpec"]
 CLOSE_S = 5.0
 EXIT_S = 1.0
 PATIENCE_S = 10.0  # beyond a deadline that the broker keeps, before the broker itself is given up
+ANSWER_S = 5.0  # a broker answers at once; a machine may be busy
+FIND_AGAIN_S = 0.1
+FOLLOW_S = 0.5
 FIRST_PROGRESS_S, NEXT_PROGRESS_S = 5.0, 10.0
 DEATHS_KEPT = 1024
 LAST_MESSAGES_MS = 20  # what the broker said before it ended may still be on its way
@@ -69,6 +75,9 @@ class WorkerSpec(NamedTuple):
     x64: bool | None = None
     device: str | None = None
     start_timeout: float = 120.0
+    loads: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    lasts: bool = False
+    restart: str = "never"
 
 
 class WorkerFacts(NamedTuple):
@@ -95,8 +104,9 @@ class Death(NamedTuple):
 class BrokerLink:
     """Every method may be called from any thread. See the head of this file."""
 
-    def __init__(self, broker: PrivateBroker) -> None:
+    def __init__(self, broker: PrivateBroker | SharedBroker) -> None:
         self._broker = broker
+        self.is_shared = not broker.ends_with_us
         self._pid = os.getpid()
         self._closed = False
         self._stopping = False
@@ -104,14 +114,18 @@ class BrokerLink:
         self._attached = False
         self._refusal: control.Refused | None = None
         self._asked: set[int] = set()
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Any] = {}
         self._doing: dict[int, str] = {}
-        self._living: dict[bytes, control.Started] = {}
+        self._presents: dict[int, list[control.Present]] = {}
+        self._living: dict[bytes, control.Started | control.Present] = {}
         self._deaths: dict[bytes, Death] = {}
         self.broker_alive = True
         self._last_words = ""
         self._requests = itertools.count(1)
         self._screen = Screen()
+        self._outputs: queue.SimpleQueue[control.Output] | None = (
+            None  # who follows a log gets it, not the screen
+        )
         self._ticks: list[Callable[[], None]] = []
         self._work: deque[Callable[[], None]] = deque()
         self._wake_end, self._waking_end = socket.socketpair()
@@ -125,10 +139,21 @@ class BrokerLink:
         self._thread.start()
 
     @classmethod
-    def start_private(cls, start_timeout: float) -> BrokerLink:
-        """Start a broker of this program's own. Blocks until it answers; ConnectError with its own last lines."""
+    def start_private(
+        cls, start_timeout: float, expected_workers: int = 0, sharing: Sharing | None = None
+    ) -> BrokerLink:
+        """Start a broker, of this program's own or a shared one. Blocks until it answers; ConnectError with its last lines."""
         deadline = time.monotonic() + start_timeout
-        link = cls(PrivateBroker(start_timeout))
+        return cls._attached_to(PrivateBroker(start_timeout, expected_workers, sharing), deadline)
+
+    @classmethod
+    def to_shared(cls, broker: SharedBroker, timeout_s: float) -> BrokerLink:
+        """Connect to a broker that runs. Blocks until it answers; ConnectError."""
+        return cls._attached_to(broker, time.monotonic() + timeout_s)
+
+    @classmethod
+    def _attached_to(cls, broker: PrivateBroker | SharedBroker, deadline: float) -> BrokerLink:
+        link = cls(broker)
         try:
             link._wait_attached(deadline)
         except BaseException:
@@ -167,13 +192,129 @@ class BrokerLink:
             raise
         finally:
             self._forget(request)
-        if isinstance(answer, control.NotStarted):
-            raise WorkerStartError(answer.message)
+        return _facts(answer)
+
+    def restart_worker(self, incarnation: bytes, spec: WorkerSpec) -> WorkerFacts:
+        """Have a worker of a shared broker ended, if it lives, and started again; or learn that this has been done.
+
+        Raises as `start_worker` does.
+        """
+        self._check_usable()
+        request = next(self._requests)
+        self._asked.add(request)
+        self._send_soon(control.Restart(request, incarnation))
+        try:
+            return _facts(self._wait_started(request, spec))
+        finally:
+            self._forget(request)
+
+    # ---- Who else is there ----
+
+    def look(self, timeout_s: float = ANSWER_S) -> list[control.Present]:
+        """All workers of the broker, with what `ps` shows of them; ended ones as well."""
+        self._check_usable()
+        request = next(self._requests)
+        self._presents[request] = []
+        try:
+            self._ask(request, control.Look(request), timeout_s)
+            return list(self._presents[request])
+        finally:
+            del self._presents[request]
+
+    def read_log(self, name: str) -> str:
+        """The last lines of a worker. UsageError where there is none of that name."""
+        self._check_usable()
+        request = next(self._requests)
+        return str(self._ask(request, control.ReadLog(request, name, False), ANSWER_S).text)
+
+    def _ask(self, request: int, message: Any, timeout_s: float) -> Any:
+        """Send it and wait for its answer; DeadlineError, ConnectError, or what the broker says against it."""
+        self._asked.add(request)
+        self._send_soon(message)
+        try:
+            with self._news:
+                self._news.wait_for(lambda: request in self._answers or not self.broker_alive, timeout_s)
+                if request not in self._answers and not self.broker_alive:
+                    raise ConnectError(self._broker_gone("it did not answer"))
+                answer = self._answers.get(request)
+        finally:
+            self._forget(request)
+        if answer is None:
+            raise DeadlineError(f"the broker did not answer within {timeout_s:g} s; is it stopped?")
         if isinstance(answer, control.Denied):
             raise getattr(errors, answer.kind, UsageError)(answer.message)
-        return WorkerFacts(*answer[1:])
+        return answer
 
-    def _wait_started(self, request: int, spec: WorkerSpec) -> Answer:
+    def follow_log(self, name: str) -> Iterator[str]:
+        """`read_log`, and then what the worker prints, piece by piece; until the broker ends, which raises ConnectError."""
+        self._check_usable()
+        outputs = self._outputs = queue.SimpleQueue()
+        request = next(self._requests)
+        yield str(self._ask(request, control.ReadLog(request, name, True), ANSWER_S).text)
+        while self.broker_alive or not outputs.empty():
+            with contextlib.suppress(queue.Empty):
+                output = outputs.get(timeout=FOLLOW_S)
+                self._send_soon(control.Heard(output.cost))
+                yield output.text
+        raise ConnectError(self._broker_gone("its workers print no more"))
+
+    def wait_broker_ended(self, timeout_s: float) -> bool:
+        """Whether the broker is gone, waiting at most so long for it."""
+        with self._news:
+            return self._news.wait_for(lambda: not self.broker_alive, timeout_s)
+
+    def find_worker(self, name: str, timeout_s: float) -> control.Present:
+        """The worker of that name once it is ready. UsageError where there is none; WorkerStartError, DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            there = {present.name: present for present in self.look()}
+            if name not in there:
+                names = ", ".join(sorted(there)) or "none"
+                raise UsageError(f"no worker {name!r}; there are {names}")
+            found = there[name]
+            if found.state in ("idle", "busy"):
+                return found
+            if found.state == "ended":
+                raise WorkerDiedError(
+                    f"worker {name!r} ended ({found.doing}); its last output: gradwire logs {name}",
+                    was_running=False,
+                )
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"worker {name!r} is still {found.doing} after {timeout_s:g} s")
+            time.sleep(FIND_AGAIN_S)
+
+    def use(self, present: control.Present) -> WorkerFacts:
+        """From now on that worker's output is shown here, and its death is news."""
+        self._send_soon(control.Show(present.name, True))
+        with self._news:
+            if present.incarnation not in self._deaths:
+                self._living[present.incarnation] = present
+        return WorkerFacts(
+            present.name,
+            present.incarnation,
+            present.pid,
+            present.endpoint,
+            present.tether_path,
+            present.token,
+            present.info,
+        )
+
+    def show(self, name: str, wanted: bool) -> None:
+        """Have that worker's output shown here, or no more. Does not wait."""
+        self._send_soon(control.Show(name, wanted))
+
+    def end_broker(self, timeout_s: float = CLOSE_S) -> bool:
+        """End a shared broker and all its workers, for all its clients. Whether it ended within the time."""
+        self._check_usable()
+        self._send_soon(control.ShutDown(0.6 * timeout_s))
+        return self._broker.wait_ended(timeout_s)
+
+    @property
+    def address(self) -> str:
+        """Where the broker listens."""
+        return self._broker.address
+
+    def _wait_started(self, request: int, spec: WorkerSpec) -> Any:
         start = time.monotonic()
         progress_s = FIRST_PROGRESS_S
         while (past := time.monotonic() - start) < spec.start_timeout + PATIENCE_S:
@@ -254,26 +395,27 @@ class BrokerLink:
     # ---- Ends ----
 
     def close(self) -> None:
-        """End the broker and all its workers. Bounded, idempotent; in a forked child it does nothing."""
+        """End the broker and all its workers; leave a shared one. Bounded, idempotent; nothing in a forked child."""
         if self._closed or os.getpid() != self._pid:
             return
         self._ask_to_end(CLOSE_S)
         self._wait_ended(CLOSE_S)
-        if self.broker_alive:
+        if self.broker_alive and not self.is_shared:
             self._broker.kill()
 
     def _ask_to_end(self, timeout_s: float) -> None:
         self._closed = True
         _open_links.discard(self)
-        self._send_soon(control.ShutDown(0.6 * timeout_s))
+        self._send_soon(control.Detach() if self.is_shared else control.ShutDown(0.6 * timeout_s))
 
     def _wait_ended(self, timeout_s: float) -> None:
         """Wait for the broker's end and end the thread; only the latter where this is that thread."""
         if threading.current_thread() is self._thread:
             self._stop()
             return
-        with self._news:
-            self._news.wait_for(lambda: not self.broker_alive or self._stopping, timeout_s)
+        if not self.is_shared:
+            with self._news:
+                self._news.wait_for(lambda: not self.broker_alive or self._stopping, timeout_s)
         self.call_soon(self._stop)
         self._thread.join(1.0)
 
@@ -293,7 +435,7 @@ class BrokerLink:
 
     def _broker_gone(self, consequence: str) -> str:
         words = f". Its last words:\n{self._last_words}" if self._last_words else ""
-        return f"the broker ended, so {consequence}; connect anew{words}"
+        return f"the broker ended, so {consequence}; {self._broker.revival}{words}"
 
     # ---- The thread ----
 
@@ -373,7 +515,9 @@ class BrokerLink:
     def _hear(self) -> None:
         while (frames := sockets.receive_nowait(self._dealer)) is not None:
             message = control.unpack(frames[0])
-            if isinstance(message, control.Output):
+            if isinstance(message, control.Output) and self._outputs is not None:
+                self._outputs.put(message)
+            elif isinstance(message, control.Output):
                 self._screen.show(message)
                 self._pour()
             else:
@@ -394,10 +538,13 @@ class BrokerLink:
                 message.incarnation in self._living
             ):  # the same dict as in the `WorkerFacts` that were given out
                 self._living[message.incarnation].info["threads"] = message.threads
+        elif isinstance(message, control.Present):
+            if message.request in self._presents:
+                self._presents[message.request].append(message)
         elif message.request in self._asked:
             self._learn_of_start(message)
 
-    def _learn_of_start(self, message: control.Starting | Answer) -> None:
+    def _learn_of_start(self, message: Any) -> None:
         if isinstance(message, control.Starting):
             self._doing[message.request] = message.doing
             return
@@ -419,10 +566,9 @@ class BrokerLink:
         orphaned = list(self._living)
         with self._news:
             self.broker_alive = False
+            words = f"(the broker ended, and its workers with it; {self._broker.revival})"
             for incarnation in orphaned:
-                self._record(
-                    incarnation, Death(None, "SIGKILL", "(the broker ended, and its workers with it)", "")
-                )
+                self._record(incarnation, Death(None, "SIGKILL", words, ""))
             self._living.clear()
             self._news.notify_all()
         shutil.rmtree(self._broker.folder, ignore_errors=True)
@@ -433,10 +579,18 @@ class BrokerLink:
         with self._news:
             self._stopping, self.broker_alive = True, False
             self._news.notify_all()
-        self._dealer.close(0)
+        self._dealer.close(LAST_MESSAGES_MS if self.is_shared else 0)
         self._broker.close()
         self._wake_end.close()
         self._waking_end.close()
+
+
+def _facts(answer: Answer) -> WorkerFacts:
+    if isinstance(answer, control.NotStarted):
+        raise WorkerStartError(answer.message)
+    if isinstance(answer, control.Denied):
+        raise getattr(errors, answer.kind, UsageError)(answer.message)
+    return WorkerFacts(*answer[1:])
 
 
 def _order(request: int, spec: WorkerSpec) -> control.Start:
@@ -460,6 +614,9 @@ def _order(request: int, spec: WorkerSpec) -> control.Start:
         x64=spec.x64,
         device=spec.device,
         timeout_s=spec.start_timeout,
+        loads=spec.loads,
+        lasts=spec.lasts,
+        restart=spec.restart,
     )
 
 

@@ -1,4 +1,4 @@
-"""A broker of this program's own: started as a fresh interpreter, it ends when the program does.
+"""Starting a broker: as a fresh interpreter. A private one ends when the program does; a shared one need not.
 
 It runs on this program's interpreter, isolated (``-I``), with gradwire's packages lent to it and the folders
 of ZeroMQ and msgpack at the end of its ``sys.path``. It is never a fork, so no lock of this program's threads
@@ -17,27 +17,46 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
 from gradwire_wire.process import open_pidfd
 from gradwire_wire.spawn import Lent, shown, spawn
 
-__all__ = ["PrivateBroker", "lent_packages"]
+__all__ = ["PrivateBroker", "Sharing", "lent_packages"]
 
 LAST_CHARACTERS = 4000
 
 
-class PrivateBroker:
-    """The process, from its start to its end. ``pidfd``: readable when it has ended.
+class Sharing(NamedTuple):
+    """What makes a broker a shared one (see `gradwire_wire.lifeline.BrokerConfig`).
 
-    ``address`` and ``token``: how to reach it. ``folder``: its runtime directory, which it removes at its end.
+    stays: it does not end with the program that starts it. listen, keys: a tcp address and the folder of keys for it.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    name: str
+    file: str
+    allow: list[str] | None = None
+    stays: bool = True
+    listen: str = ""
+    keys: str = ""
+
+
+class PrivateBroker:
+    """The process of a broker that this program started, from its start to its end. ``pidfd``: readable when it has ended.
+
+    ``address`` and ``token``: how to reach it. ``folder``: its runtime directory, which it removes at its end.
+    ``ends_with_us``: so it does with this program. ``revival``: what to do when it is gone, for messages.
+    """
+
+    revival = "connect anew"
+
+    def __init__(self, timeout_s: float, expected_workers: int = 0, sharing: Sharing | None = None) -> None:
         """Starts it and waits until it listens. Raises ConnectError with what it wrote."""
         self.token = os.urandom(16)
+        self._expected_workers, self._sharing = expected_workers, sharing
+        self.ends_with_us = sharing is None or not sharing.stays
         self._errors = _unnamed_file()
         try:
             self._process, self._lifeline = self._launch()
@@ -64,7 +83,7 @@ class PrivateBroker:
             {name: packages[name] for name in ("gradwire_broker", "gradwire_wire")},
             _folders("zmq", "msgpack"),
         )
-        config = BrokerConfig(os.getpid(), self.token.hex(), workers)
+        config = self._config(workers)
         output: Any = self._errors or subprocess.DEVNULL
         python = [os.path.abspath(sys.executable), "-I"]
         try:
@@ -80,6 +99,22 @@ class PrivateBroker:
             )
         except (OSError, LifelineEnded) as error:
             raise ConnectError(f"the broker cannot be started with {python[0]}: {error}") from error
+
+    def _config(self, lent_to_workers: dict[str, str]) -> BrokerConfig:
+        """This program shows the owner's token; a shared broker writes the other one on its card."""
+        sharing = self._sharing or Sharing("", "")
+        return BrokerConfig(
+            owner_pid=os.getpid() if self.ends_with_us else None,
+            token=os.urandom(16).hex(),
+            lent_to_workers=lent_to_workers,
+            expected_workers=self._expected_workers,
+            owner_token=self.token.hex(),
+            name=sharing.name,
+            file=sharing.file,
+            allow=sharing.allow,
+            listen=sharing.listen,
+            keys=sharing.keys,
+        )
 
     def _wait_ready(self, timeout_s: float) -> BrokerReady:
         deadline = time.monotonic() + timeout_s
@@ -130,7 +165,9 @@ class PrivateBroker:
         self.wait_ended(1.0)
 
     def close(self) -> None:
-        """Close the descriptors; the broker takes that for the end of its owner. Idempotent."""
+        """Close the descriptors; the broker takes that for the end of its owner, if it has one. Idempotent."""
+        if not self.ends_with_us and self._process.returncode is None:
+            self._process.returncode = 0  # it goes on without us: nobody is to wait for it, or to warn of it
         self._lifeline.close()
         self._close_errors()
         if getattr(self, "pidfd", -1) >= 0:

@@ -42,14 +42,20 @@ class Worker:
         self._since = time.monotonic()
 
     def _start(self) -> Connection:
-        facts = self._link.start_worker(self._spec)
+        facts = self._start_process()
         try:
             made = Connection(self._link, facts, self._memory, HANDSHAKE_S)
         except BaseException:
-            self._link.stop_worker(facts.incarnation)
+            self._end_process(facts)
             raise
         made.advise, made.revives = self._restarts.advice, self._restarts.revives
         return made
+
+    def _start_process(self) -> WorkerFacts:
+        return self._link.start_worker(self._spec)
+
+    def _end_process(self, facts: WorkerFacts) -> None:
+        self._link.stop_worker(facts.incarnation)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"pid {self.pid}" if self.alive else "dead"
@@ -163,6 +169,11 @@ class Worker:
     def keeps_name(self) -> bool:
         """Whether no other worker may take its name: it is there, or may come back."""
         return self.alive or (self._restarts.revives and not self._closed)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def restart(self) -> None:
         """End the process, whatever it is doing, and start it again; targets are loaded again at their next call.

@@ -11,6 +11,7 @@ import pytest
 
 from gradwire_broker import runtime
 from gradwire_broker.runtime import NoRuntimeFolder, RuntimeFolder, candidates, sweep
+from gradwire_wire import rendezvous
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Path:
     import tempfile
 
     folder = Path(tempfile.mkdtemp(prefix="gwr-", dir="/tmp"))
-    monkeypatch.setattr(runtime, "_SYSTEM_FOLDERS", ())
+    monkeypatch.setattr(rendezvous, "_SYSTEM_FOLDERS", ())
     yield folder
     shutil.rmtree(folder)
 
@@ -58,7 +59,7 @@ def test_r52_what_will_not_do_is_passed_over(place: Path, kind: str, monkeypatch
     if kind == "others may rename":
         bad.chmod(0o777)
     name = {"relative": "bad", "empty": ""}.get(kind, str(bad))
-    monkeypatch.setattr(runtime, "_SYSTEM_FOLDERS", (str(place),))
+    monkeypatch.setattr(rendezvous, "_SYSTEM_FOLDERS", (str(place),))
     made = RuntimeFolder.make({"TMPDIR": name})
     assert made.path.parent == place
     made.remove()
@@ -75,7 +76,7 @@ def test_r52_unwritable(place: Path) -> None:
 
 def test_r52_sockets_fit_into_107_bytes(place: Path) -> None:
     room = runtime.SUN_PATH - len(os.fsencode(place)) - 1
-    name = f"{runtime._prefix()}01234567/{runtime.LONGEST_NAME}"
+    name = f"{rendezvous.folder_prefix()}01234567/{runtime.LONGEST_NAME}"
     just = place / ("x" * (room - len(name) - 1))
     just.mkdir()
     made = RuntimeFolder.make({"TMPDIR": str(just)})
@@ -126,7 +127,7 @@ def test_a_link_of_our_name_is_not_followed(place: Path) -> None:
     target = place / "precious"
     target.mkdir()
     (target / "file").touch()
-    (place / f"{runtime._prefix()}0badf00d").symlink_to(target)
+    (place / f"{rendezvous.folder_prefix()}0badf00d").symlink_to(target)
     assert sweep(place) == []
     assert (target / "file").exists()
 

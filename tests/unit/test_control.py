@@ -139,8 +139,9 @@ EXAMPLES = [
     control.Start(
         *(1, "torch", "enc", "/envs/torch/bin/python", {b"PATH": b"/bin"}, {"A": "b", "C": None}, ["/here"]),
         *("/here", 2, True, "cpu", 120.0),
+        *({"net": {"kind": "module", "target": "m:f", "args": [1], "kwargs": {}}}, True, "on-failure"),
     ),
-    control.Start(2, "jax", "", None, None, {}, [], "/", None, None, None, 0.5),
+    control.Start(2, "jax", "", None, None, {}, [], "/", None, None, None, 0.5, {}, False, "never"),
     control.Cancel(1),
     control.Interrupt(ID),
     control.Stop(ID, 5.0),
@@ -157,6 +158,17 @@ EXAMPLES = [
     control.Output("enc", "✓\n", 7000),
     control.Denied(1, "UsageError", "there is a worker 'enc' already"),
     control.HasThreads(ID, 2),
+    control.Detach(),
+    control.Look(3),
+    control.Show("enc", True),
+    control.ReadLog(4, "enc", True),
+    control.Restart(5, ID),
+    control.Present(
+        *(3, "enc", "torch", "idle", "ready", ID, 1236, "ipc:///run/w.zmq", "/run/w.mem", b"token", ""),
+        *({"threads": 2}, ["net"], "never", 17, 1 << 28, 2.5),
+    ),
+    control.Looked(3),
+    control.Log(4, "last words é"),
 ]
 
 

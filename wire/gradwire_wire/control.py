@@ -6,7 +6,7 @@ Calls do not come this way: they go straight from client to worker.
 The conversation. A client attaches first, with the token; whatever it says before is ignored. Every Start
 is answered by any number of Starting and then one of Started, NotStarted and Denied, in that order. Every worker
 that started ends in exactly one Died, told to all clients, whoever stopped or killed it; a Stop for a worker
-that is gone is answered by its Died again. Output flows while the client says that it has heard the earlier
+that is gone is answered by its Died again. Other programs find workers by Look. Output flows while the client says that it has heard the earlier
 output; what nobody hears is bounded by the broker, and never holds up anything else.
 """
 
@@ -27,13 +27,21 @@ __all__ = [
     "Attached",
     "Cancel",
     "Denied",
+    "Detach",
     "Died",
     "HasThreads",
     "Heard",
     "Interrupt",
+    "Log",
+    "Look",
+    "Looked",
     "NotStarted",
     "Output",
+    "Present",
+    "ReadLog",
     "Refused",
+    "Restart",
+    "Show",
     "ShutDown",
     "Start",
     "Started",
@@ -62,7 +70,9 @@ class Start(NamedTuple):
 
     name: "" lets the broker choose one. python: None is the broker's own interpreter. ``base``: the environment to
     clean and start from (None: the broker's own); ``env`` is laid over the cleaned one, None removes a variable.
-    path: absolute folders. threads, x64, device: None leaves them to the broker or the framework.
+    path: absolute folders. threads, x64, device: None leaves them to the broker or the framework. loads: what the
+    worker loads when it starts, by name: kind, target, args, kwargs. lasts: it outlives the client that started it.
+    restart: whether clients may start it again when it died; the broker only passes that on.
     """
 
     request: int
@@ -77,6 +87,9 @@ class Start(NamedTuple):
     x64: Optional[bool]
     device: Optional[str]
     timeout_s: float
+    loads: dict[str, Any]
+    lasts: bool
+    restart: str
 
 
 class Cancel(NamedTuple):
@@ -108,6 +121,44 @@ class ShutDown(NamedTuple):
     """Client (of a private broker): end all workers within ``timeout_s``, then yourself."""
 
     timeout_s: float
+
+
+class Detach(NamedTuple):
+    """Client, last of all: forget me, and end the workers I started that do not last. No answer."""
+
+
+class Look(NamedTuple):
+    """Client: which workers are there? Answer: a Present for each, then Looked."""
+
+    request: int
+
+
+class Show(NamedTuple):
+    """Client: send me what that worker prints from now on, or no more. (It is sent to whoever started it anyway.)"""
+
+    name: str
+    wanted: bool
+
+
+class ReadLog(NamedTuple):
+    """Client: the last lines of that worker, also of one that ended. Answer: Log, or Denied.
+
+    follow: send me also what it prints after these.
+    """
+
+    request: int
+    name: str
+    follow: bool
+
+
+class Restart(NamedTuple):
+    """Client: end that incarnation if it lives, and start the worker again as it was started first. Answers as to Start.
+
+    Where the worker has been started again already, by whomever, the answer is that one.
+    """
+
+    request: int
+    incarnation: bytes
 
 
 class Attached(NamedTuple):
@@ -189,11 +240,51 @@ class Output(NamedTuple):
         return len(self.text) + 512
 
 
+class Present(NamedTuple):
+    """Broker, for a Look: a worker. ``state``: "starting", "idle", "busy" or how it ended; ``doing`` more of it, for people.
+
+    ``info`` and where to reach it as in Started; empty unless it is ready. A client that came over tcp gets an endpoint at
+    tcp, no tether_path, and the worker's public key. ``loads``: names it was told to load. ``restart``: as in Start.
+    """
+
+    request: int
+    name: str
+    framework: str
+    state: str
+    doing: str
+    incarnation: bytes
+    pid: int
+    endpoint: str
+    tether_path: str
+    token: bytes
+    key: str
+    info: dict[str, Any]
+    loads: list[str]
+    restart: str
+    calls: int
+    memory_bytes: int
+    age_s: float
+
+
+class Looked(NamedTuple):
+    """Broker, for a Look: that was all of them."""
+
+    request: int
+
+
+class Log(NamedTuple):
+    """Broker, for a ReadLog."""
+
+    request: int
+    text: str
+
+
 _VOCABULARY = Vocabulary(
     {
         **{1: Attach, 2: Start, 3: Cancel, 4: Interrupt, 5: Stop, 6: Heard, 7: ShutDown},
         **{16: Attached, 17: Refused, 18: Starting, 19: Started, 20: NotStarted, 21: Died, 22: Output},
-        **{23: Denied, 24: HasThreads},
+        **{8: Detach, 9: Look, 10: Show, 11: ReadLog, 12: Restart},
+        **{23: Denied, 24: HasThreads, 25: Present, 26: Looked, 27: Log},
     }
 )
 KINDS = _VOCABULARY.kinds

@@ -4,8 +4,9 @@ The program starts the broker, and the broker starts the workers, in the same wa
 ``SOCK_SEQPACKET`` pair goes with the child, and over it JSON, one packet a message (the environment of a
 worker may lack msgpack, and must be able to say so)::
 
-    parent → child    BrokerConfig or WorkerConfig;  later, to a worker, Share and Leave
-    child → parent    any number of Doing, then one of BrokerReady, WorkerReady and CouldNot;  later HasThreads
+    parent → child    BrokerConfig or WorkerConfig;  later, to a worker, Share, Report and Leave
+    child → parent    any number of Doing, then one of BrokerReady, WorkerReady and CouldNot;  later HasThreads,
+                      and to each Report, Served
 
 Secrets travel here and not on the command line, which every user of the machine can read. The end of the
 stream means that the other end is gone (which its forked children can hide: who must know watches a pidfd).
@@ -29,6 +30,8 @@ __all__ = [
     "Leave",
     "Lifeline",
     "LifelineEnded",
+    "Report",
+    "Served",
     "Share",
     "WorkerConfig",
     "WorkerReady",
@@ -36,11 +39,23 @@ __all__ = [
 
 
 class BrokerConfig(NamedTuple):
-    """To the broker: whose it is, what clients must show it, and where the worker's packages lie."""
+    """To the broker: whose it is, what clients must show it, and where the worker's packages lie.
 
-    owner_pid: int
-    token: str  # hexadecimal
+    owner_pid: the program it ends with; None for a shared broker, which ends when it is told to. Tokens are
+    hexadecimal; who shows the owner's may start workers where targets are restricted. ``name``, ``file``: of a shared
+    one, for its card. ``expected_workers``: among how many the processors are divided, if not more are there.
+    """
+
+    owner_pid: Optional[int]
+    token: str
     lent_to_workers: dict[str, str]
+    expected_workers: int
+    owner_token: str
+    name: str
+    file: str
+    allow: Optional[list[str]]
+    listen: str
+    keys: str
 
 
 class BrokerReady(NamedTuple):
@@ -64,6 +79,8 @@ class WorkerConfig(NamedTuple):
     threads: Optional[int]
     x64: Optional[bool]
     device: Optional[str]
+    loads: dict[str, Any]
+    allow: Optional[list[str]]
 
 
 class Doing(NamedTuple):
@@ -100,12 +117,22 @@ class Leave(NamedTuple):
     """To a worker: end yourself when the present call is done."""
 
 
+class Report(NamedTuple):
+    """To a worker: say how many calls you have served. Answered when the present call is done."""
+
+
+class Served(NamedTuple):
+    """From a worker, after Report: the calls it has answered since its start."""
+
+    calls: int
+
+
 _VOCABULARY = Vocabulary(
     {
         cls.__name__: cls
         for cls in (
             *(BrokerConfig, BrokerReady, WorkerConfig, Doing, WorkerReady, CouldNot),
-            *(Share, HasThreads, Leave),
+            *(Share, HasThreads, Report, Served, Leave),
         )
     }
 )

@@ -17,6 +17,7 @@ import traceback
 from typing import Any
 
 from gradwire_wire import process
+from gradwire_wire.errors import GradwireError
 from gradwire_wire.lifeline import (
     CouldNot,
     Doing,
@@ -24,6 +25,8 @@ from gradwire_wire.lifeline import (
     Leave,
     Lifeline,
     LifelineEnded,
+    Report,
+    Served,
     Share,
     WorkerConfig,
     WorkerReady,
@@ -62,6 +65,8 @@ def _heed(lifeline: Lifeline, desk: Any, engine: Any) -> bool:
         message = lifeline.receive_nowait()
         if isinstance(message, Share) and not desk.was_used:
             lifeline.send_nowait(HasThreads(engine.resize(message.threads)))
+        elif isinstance(message, Report):
+            lifeline.send_nowait(Served(desk.calls))
         return not isinstance(message, Leave)
     except LifelineEnded:
         return False
@@ -84,6 +89,7 @@ def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, Any]:
     sys.path[:0] = [folder for folder in config.path if folder not in sys.path]
     lifeline.send_nowait(Doing("opening its sockets"))
     desk = _open_desk(config, engine)
+    _load_named(config, desk, lifeline)
     faulthandler.unregister(process.DUMP_STACK)
     return desk, engine
 
@@ -160,9 +166,22 @@ def _open_desk(config: WorkerConfig, engine: Any) -> Any:
             endpoint=config.endpoint,
             tether_path=config.tether_path,
             engine=engine,
+            allow=config.allow,
         )
     except Exception as error:
         raise CannotStart(f"it could not open its sockets: {_told(error)}") from error
+
+
+def _load_named(config: WorkerConfig, desk: Any, lifeline: Lifeline) -> None:
+    """What is to be loaded at the start, in the order it was written."""
+    for name, load in config.loads.items():
+        lifeline.send_nowait(Doing(f"loading {name}"))
+        try:
+            desk.load_named(name, load["kind"], load["target"], load["args"], load["kwargs"])
+        except GradwireError as error:
+            raise CannotStart(f"loading {name!r} failed: {error}") from error
+        except Exception as error:
+            raise CannotStart(f"loading {name!r} ({load['target']}) failed: {_told(error)}") from error
 
 
 def _info(engine: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from gradwire_wire.errors import (
     GradwireError,
     MemoryExhaustedError,
     ProtocolError,
+    UnknownTargetError,
     UnsupportedTensorError,
     UsageError,
     VersionMismatchError,
@@ -53,6 +54,7 @@ from gradwire_wire.words import Word, checked_word, without_operand
 from gradwire_workers import faults
 from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
+from gradwire_workers.permissions import Permissions
 from gradwire_workers.program import Program, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 from gradwire_workers.state import CHANGES
@@ -94,7 +96,9 @@ class Desk:
         tether_path: str,
         engine: Any,
         max_shared_bytes: int | None = None,
+        allow: Sequence[str] | None = None,
     ) -> None:
+        """``allow``: what targets clients may name (see `permissions`); None: any."""
         self._name, self._incarnation, self._token, self._engine = name, incarnation, token, engine
         # a framework whose programs take numpy memory as it is (JAX's jit) need not make arrays of it first
         self._adopt_operand = getattr(engine, "adopt_operand", engine.adopt)
@@ -105,7 +109,10 @@ class Desk:
         self._tethers: dict[int, tuple[Tether, Session | None]] = {}
         self._lanes: dict[int, tuple[Lane, Session]] = {}
         self._programs: dict[int, Program] = {}
-        self._state = ModuleState(engine, self._register)
+        self._named: dict[str, int] = {}  # numbers of what was loaded at the start
+        self._permissions = None if allow is None else Permissions(allow)
+        self._state = ModuleState(engine, self._register, self._find)
+        self.calls = 0
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._interrupts = Interrupts()
         self.was_used = (
@@ -311,6 +318,7 @@ class Desk:
 
     def _call(self, session: Session, call: Call, carriers: list[Carrier | None]) -> Reply:
         program = self._program(call.remote)
+        self.calls += 1
         self._residuals.release(call.released, session.client_id)
         check_not_in_chain(self._incarnation, self._name, call.chain)
         site = _site_of(call, program)
@@ -391,23 +399,50 @@ class Desk:
         self.was_used = True
         args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
         with self._users_code(session, load.call_id):
-            program = self._made(load, args, kwargs)
-        number = self._register(program)
+            number = self._number_of(load, args, kwargs)
+        program = self._programs[number]
         facts = {"remote": number, "is_module": program.is_module, "training": program.training}
         return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
 
-    def _made(self, load: Load, args: list[Any], kwargs: dict[str, Any]) -> Program:
-        """The target, imported and, where it is a module's factory, called."""
-        found = find_target(load.target)
-        is_module = load.kind == "module"
+    def load_named(self, name: str, kind: str, target: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """At the start: load what the broker's file says, for clients to share under this name.
+
+        Raises what the user's code raises. Whoever wrote the file is not restricted by what it allows to clients.
+        """
+        self.was_used = True
+        self._named[name] = self._register(self._made(find_target(target), kind, target, args, kwargs))
+
+    def _number_of(self, load: Load, args: list[Any], kwargs: dict[str, Any]) -> int:
+        """Of a target, which is loaded now; or of a name, which was loaded at the start."""
+        name = load.target
+        if ":" in name:
+            return self._register(self._made(self._find(name), load.kind, name, args, kwargs))
+        if name not in self._named:
+            there_are = ", ".join(sorted(self._named)) or "none"
+            raise UnknownTargetError(
+                f"a target is 'pkg.mod:attr' or 'path/file.py:attr', or the name of something that worker {self._name!r} "
+                f"loaded when it started; {name!r} is neither (names: {there_are})"
+            )
+        if args or kwargs:
+            raise UsageError(
+                f"{name!r} was made when worker {self._name!r} started: it takes no arguments here"
+            )
+        return self._named[name]
+
+    def _find(self, target: str) -> Any:
+        return find_target(target, self._permissions)
+
+    def _made(self, found: Any, kind: str, target: str, args: list[Any], kwargs: dict[str, Any]) -> Program:
+        """The program of what a target named; where that is a module's factory, it is called."""
+        is_module = kind == "module"
         if is_module and is_factory(found):
             found = found(*args, **kwargs)
         elif is_module and (args or kwargs):
-            raise UsageError(f"{load.target} is an instance, not a factory: it takes no arguments here")
+            raise UsageError(f"{target} is an instance, not a factory: it takes no arguments here")
         if not callable(found):
-            raise UsageError(f"{load.target} gave a {type(found).__name__}, which cannot be called")
-        made: Program = self._engine.program(found, is_module=is_module)
-        return made
+            raise UsageError(f"{target} gave a {type(found).__name__}, which cannot be called")
+        program: Program = self._engine.program(found, is_module=is_module)
+        return program
 
     def _register(self, program: Program) -> int:
         number = len(self._programs) + 1

@@ -29,11 +29,13 @@ class _Made(NamedTuple):
 class State:
     """Keeps the optimizers, and does what it is told to a program.
 
-    register: takes a program under management and returns its number.
+    register: takes a program under management and returns its number. find: what an optimizer's target names.
     """
 
-    def __init__(self, engine: Any, register: Callable[[Program], int]) -> None:
-        self._engine, self._register = engine, register
+    def __init__(
+        self, engine: Any, register: Callable[[Program], int], find: Callable[[str], Any] = find_target
+    ) -> None:
+        self._engine, self._register, self._find = engine, register, find
         self._optimizers: dict[int, _Made] = {}
         # an optimizer of the worker's former life must not be taken for one of this
         self._numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
@@ -80,9 +82,9 @@ class State:
         self, program: Program, target: str, kwargs: dict[str, Any], groups: list[Any] | None = None
     ) -> int:
         if groups is None:
-            optimizer = program.optimizer(find_target(target), kwargs)
+            optimizer = program.optimizer(self._find(target), kwargs)
         else:
-            optimizer = program.optimizer(find_target(target), kwargs, _resolved(groups, program))
+            optimizer = program.optimizer(self._find(target), kwargs, _resolved(groups, program))
         number = next(self._numbers)
         self._optimizers[number] = _Made(program, optimizer)
         return number
@@ -110,7 +112,7 @@ class State:
         return self._optimizer(program, number).step(float(clip_norm))
 
     def _schedule(self, program: Program, number: int, target: str, kwargs: dict[str, Any]) -> None:
-        self._ask(program, number, "schedule")(find_target(target), kwargs)
+        self._ask(program, number, "schedule")(self._find(target), kwargs)
 
     def _load_optimizer_state(self, program: Program, number: int, state: Any) -> None:
         structure, carriers = flatten(state, lambda x: type(x) is Carrier)

@@ -14,12 +14,13 @@ from types import ModuleType
 from typing import Any
 
 from gradwire_wire.errors import UnknownTargetError, UsageError
+from gradwire_workers.permissions import Permissions
 
 __all__ = ["find_target", "is_factory"]
 
 
-def find_target(target: str) -> Any:
-    """Import the module or file and fetch the attribute (dots allowed).
+def find_target(target: str, permissions: Permissions | None = None) -> Any:
+    """Import the module or file and fetch the attribute (dots allowed), if the permissions allow it (None: anything).
 
     UnknownTargetError says what was looked for and where. What the user's module raises while it
     is imported comes out as it is.
@@ -28,10 +29,15 @@ def find_target(target: str) -> Any:
     is_relative = place.startswith(".") and not place.endswith(".py")
     if not colon or not place or not attribute or is_relative:
         raise UsageError(f"a target is 'pkg.mod:attr' or 'path/file.py:attr', not {target!r}")
-    found: Any = _from_file(place) if place.endswith(".py") else _from_import(place)
+    if permissions is not None:
+        permissions.check_name(place, attribute)
+    module = _from_file(place) if place.endswith(".py") else _from_import(place)
+    found: Any = module
     for name in attribute.split("."):
         try:
             found = getattr(found, name)
+            if permissions is not None:
+                permissions.check_step(module, place, attribute, name, found)
         except AttributeError:
             near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("__")], 3)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

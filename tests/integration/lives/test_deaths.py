@@ -102,7 +102,7 @@ def test_the_last_lines_are_bounded(link: Any, worker: Callable[..., Any]) -> No
     lines = death.output.splitlines()
     assert lines[-1] == "99999"
     assert len(lines) <= 101
-    assert "characters before this are not kept" in lines[0]
+    assert "characters before this are not shown" in lines[0]
 
 
 # ---- What a worker had started -------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""A worker of a shared broker, seen from one of the programs that use it.
+
+What differs from a worker of one's own: it is found and not started, closing the proxy leaves the process up, and
+it may have been started again by another program, which is noticed at the next call. State is shared: modules that
+the file loads are one object for all clients, with one training mode and one set of parameters.
+"""
+
+from __future__ import annotations
+
+from gradwire.broker_link import BrokerLink, WorkerFacts, WorkerSpec
+from gradwire.connection import Connection
+from gradwire.families import barrier
+from gradwire.worker import Worker
+from gradwire_wire.control import Present
+from gradwire_wire.errors import GradwireError
+from gradwire_wire.exchange import Memory
+
+__all__ = ["SharedWorker"]
+
+
+class SharedWorker(Worker):
+    """Made by ``bridge["name"]`` on a shared broker."""
+
+    def __init__(self, link: BrokerLink, memory: Memory, present: Present) -> None:
+        self._found: Present | None = present
+        spec = WorkerSpec(framework=present.framework, name=present.name)
+        super().__init__(link, memory, spec, present.restart)
+
+    def _start_process(self) -> WorkerFacts:
+        """One that was found; else the broker starts it again, once for all clients."""
+        found, self._found = self._found, None
+        if found is not None:
+            return self._link.use(found)
+        return self._link.restart_worker(self._facts.incarnation, self._spec)
+
+    def _end_process(self, facts: WorkerFacts) -> None:
+        """It is not ours alone, and a handshake that fails is no reason to end it for others."""
+
+    def _revived(self) -> Connection:
+        """If somebody has started it again, go over to the new process; else as any worker."""
+        with self._lock:
+            if not self._closed and not self._connection.is_alive and self._look_for_another():
+                self._replace()
+                self._connection.follows_death = True
+        return super()._revived()
+
+    def _look_for_another(self) -> bool:
+        try:
+            there = {present.name: present for present in self._link.look()}
+        except GradwireError:
+            return False  # the broker is gone as well, which the call that comes here will be told
+        present = there.get(self.name)
+        if present is None or present.state not in ("idle", "busy"):
+            return False
+        if present.incarnation == self._facts.incarnation:
+            return False
+        self._found = present
+        return True
+
+    def close(self) -> None:
+        """Let go of it; the process goes on for others (``gradwire stop NAME`` ends it). Idempotent."""
+        self._ending.set()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._connection.is_alive:
+                barrier()
+            self._link.show(self.name, False)
+            self._background.close()
+            self._connection.close()
+
+    def bury(self) -> None:
+        """The process lives on, and with it what it has borrowed."""

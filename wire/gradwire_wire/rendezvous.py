@@ -1,0 +1,143 @@
+"""Where brokers are met: their runtime folders, and the card by which a shared one is found.
+
+``<candidate>/gradwire-<uid>-<random>`` is the folder of one broker, mode 0700, locked (``flock`` on the folder
+itself) by its broker for as long as that lives. A shared broker leaves its *card* there, a file of mode 0600 that
+tells another program of the same user the address and the token. A private one leaves none: nobody else is to find it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, Iterator, Mapping, NamedTuple
+
+from gradwire_wire.errors import ConnectError
+
+__all__ = [
+    "WORDS",
+    "Card",
+    "candidates",
+    "find_cards",
+    "folder_prefix",
+    "folders",
+    "is_running",
+    "read_card",
+    "write_card",
+]
+
+CARD = "broker.json"
+WORDS = "broker.log"
+"""What a shared broker writes to its stderr; normally nothing."""
+_SYSTEM_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+class Card(NamedTuple):
+    """A shared broker. ``token``: hexadecimal. ``file``: the gradwire.toml it was started with. ``listens``: at tcp, or ""."""
+
+    name: str
+    address: str
+    token: str
+    pid: int
+    folder: str
+    file: str
+    listens: str
+
+
+def candidates(environment: Mapping[str, str]) -> Iterator[Path]:
+    """Where a broker's folder may be, best first."""
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        if environment.get(name):
+            yield Path(environment[name])
+    yield from map(Path, _SYSTEM_FOLDERS)
+
+
+def folder_prefix() -> str:
+    """How the names of this user's folders begin."""
+    return f"gradwire-{os.geteuid()}-"
+
+
+def folders(environment: Mapping[str, str]) -> list[Path]:
+    """All runtime folders of this user, of brokers that run or ran. (A program started elsewhere may have had
+    an XDG_RUNTIME_DIR that this one has not.)"""
+    parents = [*candidates(environment), Path(f"/run/user/{os.geteuid()}")]
+    found = (path for parent in dict.fromkeys(parents) for path in sorted(parent.glob(f"{folder_prefix()}*")))
+    return [path for path in found if _is_ours(path)]
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a broker holds the folder's lock."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(fd)
+
+
+def write_card(card: Card) -> None:
+    """Leave it in its folder, whole or not at all. OSError."""
+    path = os.path.join(card.folder, CARD)
+    fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump(card._asdict(), file)
+    os.rename(f"{path}.new", path)
+
+
+def read_card(folder: Path) -> Card:
+    """The card in a folder that only this user can have written. ConnectError says why there is none."""
+    if not _is_ours(folder):
+        raise ConnectError(
+            f"{folder} is no runtime folder of yours (a folder of mode 0700 that belongs to you)"
+        )
+    try:
+        fd = os.open(folder / CARD, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(fd) as file:
+            about = os.fstat(fd)
+            if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+                raise ConnectError(f"{folder / CARD} must belong to you alone (mode 0600)")
+            return _checked_card(json.load(file))
+    except OSError as error:
+        raise ConnectError(f"no shared broker is described in {folder}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConnectError(f"{folder / CARD} is damaged: {error}") from error
+
+
+def _checked_card(raw: Any) -> Card:
+    fields = Card.__annotations__
+    if type(raw) is not dict or raw.keys() != fields.keys():
+        raise ValueError(f"it must have {', '.join(fields)}")
+    card = Card(**raw)
+    texts = (card.name, card.address, card.token, card.folder, card.file, card.listens)
+    if any(type(text) is not str for text in texts) or type(card.pid) is not int or card.pid < 1:
+        raise ValueError("a field has the wrong type")
+    bytes.fromhex(card.token)
+    return card
+
+
+def find_cards(environment: Mapping[str, str]) -> list[Card]:
+    """The cards of this user's shared brokers that run."""
+    cards = []
+    for folder in folders(environment):
+        try:
+            if is_running(folder):
+                cards.append(read_card(folder))
+        except ConnectError:
+            continue  # a private one
+    return cards
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        about = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
