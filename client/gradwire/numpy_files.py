@@ -17,7 +17,7 @@ def read_argument(text: str) -> Any:
     """An array from a ``.npy`` file, or else what the JSON says. UsageError."""
     if text.endswith(".npy"):
         try:
-            return np.load(text, allow_pickle=False)
+            return np.load(text)
         except OSError as error:
             raise UsageError(f"{text} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
@@ -34,7 +34,7 @@ def write_result(path: Path, result: Any) -> None:
     """One array to a ``.npy`` file; several, with the names of a dict or as arr_0, arr_1, …, to ``.npz``. UsageError."""
     named = _named(result)
     if path.suffix == ".npy" and len(named) == 1:
-        np.save(path, next(iter(named.values())), allow_pickle=False)
+        np.save(path, next(iter(named.values())))
     elif path.suffix == ".npz":
         np.savez(path, **named)  # type: ignore[arg-type]
     else:

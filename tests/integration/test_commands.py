@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gradwire import commands
+from gradwire.numpy_files import read_argument, write_result
+from gradwire_wire.errors import UsageError
 
 
 def gradwire(*arguments: str, timeout_s: float = 60.0, **options: object) -> subprocess.CompletedProcess[str]:
@@ -39,3 +47,139 @@ def test_doctor_names_this_interpreter_and_what_it_has() -> None:
     (own,) = [f["text"] for f in findings if f["topic"] == "interpreter" and sys.executable in f["text"]]
     assert "numpy" in own and "pyzmq" in own
     assert {"memory", "tensors", "calls", "open files"} <= {finding["topic"] for finding in findings}
+
+
+# ---- A shared broker, from the shell -------------------------------------------------------------------------------
+
+OPS = """
+import numpy as np
+def scaled(x, factor=1.0):
+    print("scaling", np.shape(x))
+    return {"twice": 2 * x, "scaled": factor * np.asarray(x)}
+def same(x):
+    return x
+def fails(x):
+    raise ValueError("not today")
+"""
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose file is up, as the broker named "shell"."""
+    folder = tmp_path_factory.mktemp("shell")
+    (folder / "shell_ops.py").write_text(OPS)
+    text = '[workers.ops]\nframework = "numpy"\nfunctions.same = "shell_ops.py:same"\n'
+    (folder / "shell.toml").write_text(text)
+    np.save(folder / "x.npy", np.arange(6.0).reshape(2, 3))
+    done = gradwire("up", str(folder / "shell.toml"))
+    assert done.returncode == 0 and done.stdout.startswith("ipc://"), done.stderr
+    assert "gradwire.connect('shell')" in done.stderr
+    yield folder
+    done = gradwire("stop", "--all", "--broker", "shell")
+    assert done.returncode == 0, done.stderr
+
+
+def test_ps_lists_what_runs(shell: Path) -> None:
+    (worker,) = json.loads(gradwire("ps", "--broker", "shell", "--json").stdout)
+    assert (worker["broker"], worker["name"], worker["state"]) == ("shell", "ops", "idle")
+    assert worker["memory_bytes"] > 1 << 20 and worker["loads"] == ["same"]
+    assert os.readlink(f"/proc/{worker['pid']}/exe") == os.path.realpath(sys.executable)
+    table = gradwire("ps").stdout.splitlines()
+    assert table[0].split() == ["BROKER", "WORKER", "FRAMEWORK", "PID", "STATE", "CALLS", "MEMORY", "AGE"]
+    assert any(line.split()[:2] == ["shell", "ops"] for line in table)
+
+
+def test_call_with_files_and_json(shell: Path) -> None:
+    x, out = str(shell / "x.npy"), str(shell / "out.npz")
+    to = ("--broker", "shell", "--worker", "ops")
+    done = gradwire("call", "shell_ops.py:scaled", "--arg", x, "--kwarg", "factor=0.5", "--out", out, *to)
+    assert done.returncode == 0, done.stderr
+    with np.load(out) as made:
+        np.testing.assert_array_equal(made["twice"], 2 * np.arange(6.0).reshape(2, 3))
+        np.testing.assert_array_equal(made["scaled"], np.arange(6.0).reshape(2, 3) / 2)
+    done = gradwire("call", "same", "--arg", '{"a": [1, null, "é"], "b": 2.5}', "--json", "--broker", "shell")
+    assert json.loads(done.stdout) == {"a": [1, None, "é"], "b": 2.5}
+    assert "scaling (2, 3)" in gradwire("logs", "ops", "--broker", "shell").stdout.splitlines()
+
+
+def test_call_starts_a_worker_of_its_own(shell: Path) -> None:
+    arguments = ("--arg", "3", "--framework", "numpy", "--python", sys.executable, "--json")
+    done = gradwire("call", "shell_ops.py:same", *arguments, cwd=shell)
+    assert (done.stdout.strip(), done.returncode) == ("3", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("call", "shell_ops.py:fails", "--arg", "1", "--broker", "shell"), "ValueError: not today"),
+        (("call", "shell_ops.py:sam", "--arg", "1", "--broker", "shell"), "did you mean 'same'"),
+        (("call", "same", "--arg", "words", "--broker", "shell"), "write a text in quotation marks"),
+        (("call", "same", "--arg", "no.npy", "--broker", "shell"), "no.npy cannot be read: No such file"),
+        (("call", "same", "--kwarg", "x", "--broker", "shell"), "write it as name=value"),
+        (("call", "same", "--worker", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
+        (("stop", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
+        (("logs", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
+        (("ps", "--broker", "shall"), "start one with: gradwire up FILE"),
+        (("up", "nowhere.toml"), "nowhere.toml cannot be read: No such file"),
+    ],
+)
+def test_r65_a_mistake_is_told_in_a_sentence(shell: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = gradwire(*arguments)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith(f"gradwire {arguments[0]}: ") and says in done.stderr
+    assert 'commands/__init__.py", line' not in done.stderr, "a traceback of gradwire's own"
+
+
+def test_stop_needs_names_or_all() -> None:
+    for arguments in (("stop",), ("stop", "--all", "x")):
+        done = gradwire(*arguments)
+        assert done.returncode == 2 and "--all" in done.stderr
+
+
+def test_logs_follow_what_is_printed(shell: Path) -> None:
+    command = [sys.executable, "-m", "gradwire", "logs", "ops", "-f", "--broker", "shell"]
+    following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert following.stdout is not None
+    assert gradwire("call", "shell_ops.py:scaled", "--arg", "[1.0]", "--broker", "shell").returncode == 0
+    deadline = time.monotonic() + 20
+    while following.stdout.readline() != "scaling (1,)\n":
+        assert time.monotonic() < deadline
+    following.send_signal(signal.SIGINT)
+    assert following.communicate(timeout=10)[1] == "" and following.returncode == 0
+
+
+def test_a_worker_that_was_stopped_still_tells_its_last_lines(shell: Path) -> None:
+    (shell / "brief.toml").write_text('[workers.brief]\nframework = "numpy"\n')
+    assert gradwire("up", str(shell / "brief.toml")).returncode == 0
+    to = ("--broker", "brief")
+    assert gradwire("call", "shell_ops.py:scaled", "--arg", "2", *to).returncode == 0
+    assert gradwire("stop", "brief", *to).returncode == 0
+    (worker,) = json.loads(gradwire("ps", "--json", *to).stdout)
+    assert (worker["state"], worker["doing"]) == ("ended", "exit code 0")
+    assert "scaling ()" in gradwire("logs", "brief", *to).stdout
+    assert gradwire("stop", "--all", *to).returncode == 0
+    assert gradwire("ps", *to).returncode == 1
+
+
+# ---- Files ---------------------------------------------------------------------------------------------------------
+
+
+def test_files_never_run_what_they_hold(tmp_path: Path) -> None:
+    np.save(tmp_path / "objects.npy", np.array([print], dtype=object))
+    with pytest.raises(UsageError, match="not an array file that can be read"):
+        read_argument(str(tmp_path / "objects.npy"))
+    (tmp_path / "text.npy").write_text("hello")
+    with pytest.raises(UsageError, match="not an array file that can be read"):
+        read_argument(str(tmp_path / "text.npy"))
+
+
+def test_results_go_to_the_kind_of_file_they_fit(tmp_path: Path) -> None:
+    write_result(tmp_path / "one.npy", np.float32(3))
+    assert np.load(tmp_path / "one.npy") == 3
+    write_result(tmp_path / "two.npz", (np.zeros(2), 4))
+    with np.load(tmp_path / "two.npz") as made:
+        assert sorted(made) == ["arr_0", "arr_1"] and made["arr_1"] == 4
+    for result, name in (((1, 2), "x.npy"), (1, "x.txt"), ({"a": "text"}, "x.npz"), (None, "x.npy")):
+        with pytest.raises(UsageError, match=r"--out"):
+            write_result(tmp_path / name, result)
+    assert sorted(os.listdir(tmp_path)) == ["one.npy", "two.npz"], "nothing half-written"
