@@ -288,7 +288,8 @@ def test_r57_a_broker(chance: random.Random) -> None:
         sockets.send_nowait(dealer, [control.pack(attach)])
         assert type(control.unpack(sockets.receive(dealer)[0])) is control.Attached
         start = control.Start(
-            1, "numpy", "", "/no/such/python", {b"PATH": b"/bin"}, {}, ["/"], "/", None, None, None, 5.0
+            *(1, "numpy", "", "/no/such/python", {b"PATH": b"/bin"}, {}, ["/"], "/", None, None, None, 5.0),
+            *({"net": {"kind": "module", "target": "m:f", "args": [], "kwargs": {}}}, False, "never"),
         )
         examples = [
             attach,
@@ -297,6 +298,10 @@ def test_r57_a_broker(chance: random.Random) -> None:
             control.Interrupt(b"i" * 16),
             control.Stop(b"i" * 16, 1.0),
             control.Heard(100),
+            control.Look(2),
+            control.Show("numpy", True),
+            control.ReadLog(3, "numpy", True),
+            control.Restart(4, b"i" * 16),
         ]
         frames = [control.pack(e) for e in examples]
         for i in until(SECONDS):
