@@ -2,7 +2,6 @@
 
 import pathlib
 
-import numpy as np
 import work
 
 import gradwire as gw

@@ -9,7 +9,9 @@ import work
 from tesseract_core import Tesseract
 
 HERE = pathlib.Path(__file__).parent
-RAM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where binref's files are memory, as its authors advise
+RAM = (
+    "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+)  # where binref's files are memory, as its authors advise
 
 
 def under_jax(tesseract):

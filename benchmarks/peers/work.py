@@ -1,4 +1,4 @@
-"""What every peer is asked to do, and how it is timed. Standard library and numpy only: it runs in every environment.
+"""What every peer is asked to do, and how it is timed. Python 3.11 and numpy only: it runs in every environment.
 
 The work: an array of bytes there and back, for several sizes, and the MLP 64→128→32 at batch 256 in float32, in torch on
 one thread, its forward and (where the peer differentiates) its value and gradient with respect to the input. Every peer
@@ -7,6 +7,7 @@ gets the same weights and must return the same numbers, or its run is void.
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import time
@@ -31,7 +32,7 @@ def batch() -> np.ndarray:
 def weights() -> list[np.ndarray]:
     """Kernel (out, in) and bias of each layer."""
     rng, made = np.random.default_rng(2), []
-    for n, m in zip(WIDTHS, WIDTHS[1:]):  # noqa: B905 - also for Python 3.9
+    for n, m in itertools.pairwise(WIDTHS):
         made += [(rng.normal(size=(m, n)) / n**0.5).astype(np.float32), np.zeros(m, np.float32)]
     return made
 
@@ -46,7 +47,7 @@ def torch_mlp() -> Any:
         torch.nn.Linear(*k1.shape[::-1]), torch.nn.ReLU(), torch.nn.Linear(*k2.shape[::-1])
     )
     with torch.no_grad():
-        for p, x in zip(net.parameters(), (k1, b1, k2, b2)):  # noqa: B905
+        for p, x in zip(net.parameters(), (k1, b1, k2, b2), strict=True):
             p.copy_(torch.from_numpy(x))
     return net
 
@@ -83,7 +84,9 @@ def timed(act: Callable[[], Any]) -> dict[str, float]:
     return {"p50_us": round(float(p50), 1), "p95_us": round(float(p95), 1), "calls": calls}
 
 
-def echoes(echo: Callable[[np.ndarray], Any], to_numpy: Callable[[Any], np.ndarray] = np.asarray) -> dict[str, Any]:
+def echoes(
+    echo: Callable[[np.ndarray], Any], to_numpy: Callable[[Any], np.ndarray] = np.asarray
+) -> dict[str, Any]:
     """``echo`` of every size, checked and timed."""
     rows = {}
     for name, nbytes in SIZES.items():
