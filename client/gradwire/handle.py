@@ -219,6 +219,10 @@ class Handle:
         self._specs[site, avals] = result
         return result
 
+    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """`Bridge.empty`, of this remote's bridge."""
+        return self._ready().exchange.empty(shape, dtype)
+
     def release(self, token: int) -> None:
         """This token will not be named again. Safe in finalizers and any thread; told with the next message."""
         connection = self._loaded

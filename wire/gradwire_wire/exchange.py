@@ -62,6 +62,7 @@ class Memory:
         self.is_shared = True
         self._peers: list[Exchange] = []
         self._orphans: list[Lease] = []  # what we had lent on to peers that died: it may be looked at still
+        self._held: weakref.WeakValueDictionary[int, SlotHolder] = weakref.WeakValueDictionary()
 
     def _make_segment(self, number: int, nbytes: int, used: int) -> OwnSegment:
         return OwnSegment(number, nbytes, limit=self.limit, used=used)
@@ -134,7 +135,21 @@ class Memory:
         except SharingUnavailableError:
             self.is_shared = False
             return np.empty(shape, dtype)
-        return slot.segment.held_array(shape, dtype, slot.offset, SlotHolder(self.arena, slot))
+        holder = SlotHolder(self.arena, slot)
+        array = slot.segment.held_array(shape, dtype, slot.offset, holder)
+        self._held[array.__array_interface__["data"][0]] = holder
+        return array
+
+    def held_at(self, array: np.ndarray) -> SlotHolder | None:
+        """What keeps the memory at an array's beginning, where that is the beginning of an array of `empty`.
+
+        A framework that took such an array shows its memory as its own.
+        """
+        if not self._held:
+            return None
+        holder = self._held.get(array.__array_interface__["data"][0])
+        fits = holder is not None and array.nbytes <= holder.slot.nbytes and array.flags.c_contiguous
+        return holder if fits else None
 
     def close(self) -> None:
         """Nothing is lent any more. Memory goes with its last view, here and at the peers."""
@@ -148,7 +163,7 @@ class Memory:
 class SlotHolder:
     """Held by arrays of `Memory.empty`: the slot is theirs until the last alias is gone."""
 
-    __slots__ = ("arena", "slot")
+    __slots__ = ("__weakref__", "arena", "slot")
 
     def __init__(self, arena: Arena, slot: Slot) -> None:
         self.arena, self.slot = arena, slot
@@ -178,6 +193,10 @@ class Exchange:
         self._lanes: list[int] | None = None
         self.copied_bytes = 0
         memory.join(self)
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray:
+        """See `Memory.empty`."""
+        return self._memory.empty(shape, dtype)
 
     # -- lending ---------------------------------------------------------------------------------
 
@@ -250,7 +269,7 @@ class Exchange:
     def _by_reference(self, carrier: Carrier) -> Header | None:
         """A header for memory that can be mapped by the peer already, if this is such memory."""
         array, dtype, _ = carrier
-        holder = holder_of(array)
+        holder: Any = holder_of(array) or self._memory.held_at(array)
         if holder is None:
             return None
         if type(holder) is SlotHolder:

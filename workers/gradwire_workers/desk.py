@@ -525,7 +525,8 @@ def _all_there(carriers: list[Carrier | None]) -> list[Carrier]:
 
 
 def _site_of(message: Call | Spec, program: Program) -> WorkerSite:
-    if message.training is not None and message.training != program.training:
+    at_kept_forward = bool(getattr(message, "token", 0))  # whose mode was the one of that moment
+    if message.training not in (None, program.training) and not at_kept_forward:
         raise UsageError(
             f"this call was made for training={message.training}, but the module is now in training={program.training}: "
             "a compiled program has the mode of its trace; trace it again after train() or eval()"

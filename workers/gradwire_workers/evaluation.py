@@ -38,6 +38,7 @@ def evaluate(
         if (
             site.accumulate
             or site.training
+            or site.training not in (None, program.training)
             or program.generation
             or _is_of_a_former_life(program, call, residuals)
         ):

@@ -120,6 +120,9 @@ class Program(Protocol):
     def frozen(self) -> list[str]:
         """The parameters that do not learn."""
 
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters in `state_dict`, and which of `parameters` each of them is."""
+
     def buffers(self) -> dict[str, Any]:
         """The rest of the state by name."""
 

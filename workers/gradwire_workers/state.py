@@ -15,7 +15,18 @@ from gradwire_workers.targets import find_target
 
 __all__ = ["CHANGES", "State"]
 
-CHANGES = frozenset({"train", "load_state_dict", "step", "zero_grad"})
+CHANGES = frozenset(
+    {
+        "train",
+        "requires_grad",
+        "load_state_dict",
+        "step",
+        "zero_grad",
+        "set",
+        "schedule",
+        "load_optimizer_state",
+    }
+)
 """Verbs that are not interrupted: half of them done would leave a module that nobody has asked for."""
 
 
@@ -45,6 +56,7 @@ class State:
             "generation": lambda program: program.generation,
             "parameters": lambda program: program.parameters(),
             "frozen": lambda program: list(program.frozen()),
+            "aliases": lambda program: dict(program.aliases()),
             "requires_grad": self._requires_grad,
             "buffers": lambda program: program.buffers(),
             "state_dict": lambda program: program.state_dict(),

@@ -22,8 +22,9 @@ from gradwire_wire.tensors.torch import adopt
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
+    from gradwire.torch.module import Module
 
-__all__ = ["ACCUMULATES", "NAME", "call", "traced"]
+__all__ = ["ACCUMULATES", "NAME", "Module", "call", "traced"]
 
 NAME = "torch"
 ACCUMULATES = True  # loss.backward() adds to a local module's gradients as well
@@ -76,3 +77,11 @@ def _anchor() -> torch.Tensor:
     """
     with torch.inference_mode(False), torch.enable_grad():
         return torch.zeros((), dtype=torch.float32, requires_grad=True).clone()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Module":
+        from gradwire.torch.module import Module  # which calls what is here
+
+        return Module
+    raise AttributeError(f"module 'gradwire.torch' has no attribute {name!r}")

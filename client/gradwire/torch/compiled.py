@@ -1,7 +1,7 @@
 """What torch.compile sees of a remote call: one operator, and no graph break.
 
 Dynamo reads Python. What it can follow is here, with no table, cache or foreign object in sight; what must
-happen while it compiles, and gives a constant, is in functions marked so (`_constant`). Trees cross between
+happen while it compiles, and gives a constant, is in functions marked so (`constant`). Trees cross between
 the two as templates: nested tuples of strings and constants.
 """
 
@@ -19,14 +19,14 @@ from gradwire.torch import operator
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, leaf_count
 
-__all__ = ["traced"]
+__all__ = ["constant", "traced"]
 
 # The anchor (see `gradwire.torch._anchor`). A leaf, for a compiled graph takes it as an input.
 _ANCHOR = torch.zeros((), dtype=torch.float32, requires_grad=True)
 LEAF, CONSTANT, TUPLE, LIST, DICT = "leaf", "constant", "tuple", "list", "dict"
 
 
-def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, without loading the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -82,7 +82,7 @@ class _Placeholders:
         return np.zeros(0)
 
 
-@_constant
+@constant
 def _described(
     remote: Any, training: bool | None, template: Any, with_gradient: bool
 ) -> tuple[str, bool, bool]:
@@ -100,7 +100,7 @@ def _described(
     return operator.number(handle, site), site.stateful, site.anchored
 
 
-@_constant
+@constant
 def _result_template(call: str) -> tuple[Any, ...]:
     found = operator.structure(call)
     return _plain(fill(found, [_Leaf(i) for i in range(leaf_count(found))]))

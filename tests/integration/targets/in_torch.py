@@ -16,12 +16,31 @@ def cube(x):
     return (x**3).sum()
 
 
-def make_block(sizes, seed=0, batch_norm=False):
+def make_block(sizes, seed=0, batch_norm=False, dtype="float32"):
     torch.manual_seed(seed)
     layers = []
     for n, m in itertools.pairwise(sizes):
         layers += [nn.Linear(n, m), *([nn.BatchNorm1d(m)] if batch_norm else []), nn.Tanh()]
-    return nn.Sequential(*layers)
+    return nn.Sequential(*layers).to(getattr(torch, dtype))
+
+
+class Tied(nn.Module):
+    """A weight under two names, a buffer that is saved and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((6,), 2.0))
+        self.register_buffer("offset", torch.ones(6), persistent=False)
+
+    def forward(self, x):
+        return self.second(self.first(x * self.scale + self.offset).tanh())
+
+
+def scripted():
+    return torch.jit.script(nn.Sequential(nn.Linear(6, 4)))
 
 
 def make_float64(seed=0):

@@ -163,6 +163,9 @@ class Program:
     def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
         _refuse("requires_grad_()")
 
+    def aliases(self) -> dict[str, str]:
+        return {}
+
     def frozen(self) -> list[str]:
         return []
 

@@ -64,7 +64,7 @@ class NumpyProgram:
         )
 
     train = parameters = buffers = state_dict = load_state_dict = grads = _refuse
-    requires_grad = frozen = optimizer = functional = _refuse
+    requires_grad = frozen = aliases = optimizer = functional = _refuse
 
 
 class NumpyResidual:

@@ -112,6 +112,9 @@ class TensorFlowProgram:
     def requires_grad(self, flag: bool, names: Sequence[str]) -> NoReturn:
         raise UsageError("requires_grad_(): set trainable=False on the layers, in the factory")
 
+    def aliases(self) -> dict[str, str]:
+        return {}
+
     def frozen(self) -> list[str]:
         return []
 

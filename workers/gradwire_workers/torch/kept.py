@@ -28,6 +28,7 @@ class Kept:
         "_leaves",
         "_owner",
         "_results",
+        "_training",
         "nbytes",
         "within",
     )
@@ -45,7 +46,7 @@ class Kept:
         self._has_hooks = has_hooks
         self._owner, self._leaves, self._anchored, self.nbytes = owner, list(leaves), anchored, nbytes
         self._results = [y for y in results if is_inexact(y)]
-        self._generation = owner.generation
+        self._generation, self._training = owner.generation, owner.training
 
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
@@ -64,7 +65,7 @@ class Kept:
         whole = filled(results, wrt) if op[0] == "T" else results
         nbytes = self.nbytes + sum(x.nbytes for x in (*linear, *whole))
         kept = Kept(self._owner, [*self._leaves, *linear], whole, self._anchored, nbytes, self._has_hooks)
-        kept._generation, kept.within = self._generation, self.within
+        kept._generation, kept._training, kept.within = self._generation, self._training, self.within
         return self._anchored_zero(op, [None if y is None else y.detach() for y in results]), kept
 
     def _derived(
@@ -78,6 +79,11 @@ class Kept:
     ) -> list[Any]:
         if self._has_hooks and self._generation != self._owner.generation:
             raise _lost("it would be computed again with the new ones (torch.utils.checkpoint)")
+        if self._has_hooks and self._training != self._owner.training:
+            raise ResidualLostError(
+                "train() or eval() was called after the forward whose gradient is asked for, and torch.utils.checkpoint would "
+                "compute it again in the new mode. Run the forward again, or change the mode after the last pullback"
+            )
         try:
             if op[0] == "J":
                 return push(ys, wrt, linear, create_graph=keep)

@@ -203,6 +203,9 @@ class TorchProgram:
     def frozen(self) -> list[str]:
         return state.frozen(self._state())
 
+    def aliases(self) -> dict[str, str]:
+        return state.aliases(self._state())
+
     def optimizer(
         self, target: Any, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]] | None = None
     ) -> TorchOptimizer:

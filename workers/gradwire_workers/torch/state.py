@@ -12,7 +12,7 @@ from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.torch import adopt
 from gradwire_workers.torch.tape import is_inexact
 
-__all__ = ["detached", "freeze", "frozen", "grads", "load"]
+__all__ = ["aliases", "detached", "freeze", "frozen", "grads", "load"]
 
 
 def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -28,6 +28,13 @@ def grads(module: Any) -> dict[str, Any]:
 def frozen(module: Any) -> list[str]:
     """Parameters that do not learn, and whose gradients nobody wants."""
     return [name for name, p in module.named_parameters() if not p.requires_grad]
+
+
+def aliases(module: Any) -> dict[str, str]:
+    """The names that ``named_parameters`` leaves out, because they are of a parameter it has named already."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 def freeze(module: Any, flag: bool, names: Sequence[str]) -> None:

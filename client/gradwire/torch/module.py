@@ -1,0 +1,226 @@
+"""A remote module of any framework as a `torch.nn.Module` that owns the parameters.
+
+The parameters are an argument of each call, and so get their gradients like any input, in every order and under every
+transformation. They lie in the bridge's shared memory: as long as they do, a call passes them without a copy, and since
+they are read there at each call, no way of changing them is missed. What has left that memory (``.to(dtype)``, a swapped
+``.data``) is copied at each call instead; what is small travels in the message anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import gradwire.torch
+from gradwire.families import family_of_call
+from gradwire.functional import Functional
+from gradwire.remote import stays_here
+from gradwire.torch.compiled import constant, traced
+from gradwire.torch.names import Part, Place, placed
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.errors import GradwireError, UsageError
+from gradwire_wire.exchange import INLINE_BYTES
+from gradwire_wire.tensors.torch import adopt, export
+
+if TYPE_CHECKING:
+    from gradwire.handle import Handle
+    from gradwire.remote import Remote
+    from gradwire.site import Site
+
+__all__ = ["Module"]
+
+
+class Module(Part):
+    """``net = gw.torch.Module(remote)``: an ordinary module, whose forward runs in the worker.
+
+    Its parameters have the remote's names and begin with the remote's values; those frozen there do not require
+    gradients. Train them with any ``torch.optim``: the worker's own parameters stay as they are. ``train()`` and ``eval()``
+    set the mode of its calls. A deep copy has parameters of its own and the same remote.
+
+    buffers="worker": BatchNorm's statistics and the like stay in the worker, where each forward in training mode moves them
+    once; ``state_dict()`` fetches them and ``load_state_dict()`` sends them, and deep copies share them.
+    buffers="explicit": they are this module's buffers, passed in and taken back at each call; nothing moves in the worker.
+
+    It cannot be pickled; ``torch.save(net.state_dict(), path)`` works.
+    Raises UsageError for a remote function, and for a module whose parameters cannot be given to it.
+    """
+
+    def __init__(self, remote: Remote, buffers: str = "worker") -> None:
+        super().__init__()
+        if buffers not in ("worker", "explicit"):
+            raise UsageError(f"buffers must be 'worker' or 'explicit', not {buffers!r}")
+        self._remote = Form(remote, buffers=buffers == "explicit")
+        has = Contents(remote)
+        explicit = has.buffers if buffers == "explicit" else {}
+        places = placed(self, [*has.parameters, *has.aliases, *explicit])
+        self._parameter_places = {name: places[name] for name in has.parameters}
+        self._buffer_places = {name: places[name] for name in explicit}
+        self._fetched = [] if explicit else [name for name in has.buffers if name in has.persistent]
+        for name, x in has.parameters.items():
+            learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
+            _register(places[name], torch.nn.Parameter(self._remote.shared(x), learns))
+        for alias, name in has.aliases.items():
+            _register(places[alias], _at(places[name]))
+        for name, x in explicit.items():
+            places[name].part.register_buffer(places[name].key, x, persistent=name in has.persistent)
+        self.training = remote.training is not False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The remote's result at these arguments and this module's parameters."""
+        parameters = {name: getattr(part, key) for name, (part, key, _) in self._parameter_places.items()}
+        buffers = {name: getattr(part, key) for name, (part, key, _) in self._buffer_places.items()}
+        given: tuple[Any, ...] = (parameters,)
+        if self._remote.has_explicit_buffers:  # copies, for they are written to before the backward pass
+            given = (parameters, {name: x.clone() for name, x in buffers.items()})
+        if torch.compiler.is_dynamo_compiling():
+            _set_mode(self._remote, self.training)
+            result = traced(self._remote, (*given, *args), kwargs)
+        else:
+            self._remote.set_mode(self.training)
+            result = self._remote.call(given, args, kwargs)
+        if not self._remote.has_explicit_buffers:
+            return result
+        result, moved = result
+        with torch.no_grad():
+            for name, x in moved.items():
+                buffers[name].copy_(x)
+        return result
+
+    def train(self, mode: bool = True) -> Module:
+        """Training or evaluation mode, of the remote as well."""
+        super().train(mode)
+        self._remote.set_mode(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        return self._remote.remote.handle.name
+
+    # ---- Copies ------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        copied = type(self).__new__(type(self))
+        memo[id(self)], memo[id(self._remote)] = copied, self._remote
+        copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        for p in copied.parameters():
+            if p.device.type == "cpu":
+                p.data = copied._remote.shared(p.data)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise stays_here(
+            "module",
+            self._remote.remote,
+            " Save its values: torch.save(net.state_dict(), path). copy.deepcopy works.",
+        )
+
+    # ---- State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module. Buffers that the worker owns are fetched: copies."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if self._fetched:
+            buffers = self._remote.remote.options(family="torch").buffers()
+            found.update({prefix + name: buffers[name] for name in self._fetched})
+        return found
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # The worker's buffers are taken out: the parts, which come after this, would not expect them.
+        there = {n: state_dict.pop(prefix + n) for n in self._fetched if prefix + n in state_dict}
+        missing_keys += [prefix + n for n in self._fetched if n not in there]
+        try:
+            if there:
+                self._remote.remote.load_state_dict(there, strict=False)
+        except GradwireError as error:
+            error_msgs.append(str(error))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _at(place: Place) -> Any:
+    return getattr(place.part, place.key)
+
+
+def _register(place: Place, x: Any) -> None:
+    place.part.register_parameter(place.key, x)
+
+
+class Contents:
+    """What a remote module has, under its own names. persistent: the names of its state dict."""
+
+    def __init__(self, remote: Remote) -> None:
+        own = remote.options(family="torch")
+        self.parameters, self.buffers = own.parameters(), own.buffers()
+        self.frozen, self.aliases = set(remote._change("frozen")), dict(remote._change("aliases"))
+        self.persistent = set(own.state_dict()) if self.buffers else set()
+
+
+class Form(Functional):
+    """The remote's functional form for a module: its calls, their mode, and their memory. Deep copies share it."""
+
+    def __init__(self, remote: Remote, *, buffers: bool) -> None:
+        super().__init__(remote, buffers=buffers)
+        self._sites: dict[tuple[int, bool | None], Site] = {}
+
+    def __repr__(self) -> str:
+        return repr(self.remote)
+
+    @property
+    def training(self) -> bool | None:
+        """The mode of the remote; None where it has none."""
+        return self.remote.handle.training
+
+    def set_mode(self, mode: bool) -> None:
+        """The mode of the calls that follow, of this module and nobody else: another may have set another."""
+        if self.training is not None and self.training != mode:
+            self.remote.train(mode)
+
+    def call(self, given: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call with these parameters (and buffers)."""
+        if not kwargs and all([isinstance(x, torch.Tensor) for x in args]):
+            operands = [x for tensors in given for x in tensors.values()]
+            site = self._sites.get((len(args), self.training))
+            if site is None:
+                site = self._sites[len(args), self.training] = self._described(given, args, kwargs)[0]
+            return gradwire.torch.call(self.handle, site, [*operands, *args])
+        site, leaves = self._described(given, args, kwargs)
+        family_of_call(leaves, site.structure, gradwire.torch.NAME)
+        return gradwire.torch.call(self.handle, site, leaves)
+
+    def _described(
+        self, given: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Site, list[Any]]:
+        return self.flatten(given[0], (*given[1:], *args), kwargs)
+
+    def described(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Handle, Site]:
+        """For a compiler that traces the call; see `gradwire.remote.Remote.described`."""
+        return self.handle, self.flatten(args[0], tuple(args[1:]), kwargs)[0]
+
+    def shared(self, x: Any) -> Any:
+        """A copy in the bridge's shared memory, where it is worth while."""
+        array, dtype, _ = export(x)
+        if array.nbytes <= INLINE_BYTES:
+            return x.detach().clone()
+        copy = self.handle.empty(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return adopt(Carrier(copy, dtype))
+
+
+@constant
+def _set_mode(form: Form, mode: bool) -> None:
+    """`Form.set_mode` while compiling: another mode of the module compiles anew."""
+    form.set_mode(mode)

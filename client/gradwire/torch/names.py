@@ -1,0 +1,70 @@
+"""Where a `Module` keeps the tensors of a remote: the remote's names as paths of plain modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Place", "Part", "placed"]
+
+
+class Part(torch.nn.Module):
+    """Holds tensors, and parts; cannot be called."""
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={tuple(x.shape)}" for name, x in self.named_parameters(recurse=False))
+
+
+class Place(NamedTuple):
+    """``getattr(part, key)`` is the tensor; ``path`` is its name in ``state_dict()`` and ``named_parameters()``."""
+
+    part: torch.nn.Module
+    key: str
+    path: str
+
+
+def placed(root: torch.nn.Module, names: Iterable[str]) -> dict[str, Place]:
+    """A free place for each name, in their order; makes the parts. The path is the name itself where torch can have it.
+
+    torch has no name that is empty or has an empty part ("a..b"), that is a module's as well ("a" beside "a.b"), or that
+    of an attribute which every module has ("forward"): such ones get underscores.
+    """
+    parts = {"": (root, "")}
+    names = list(names)
+    for name in names:  # all modules first: a tensor must not take the name of one
+        _part(parts, name.rpartition(".")[0])
+    places: dict[str, Place] = {}
+    taken: set[str] = set()
+    for name in names:
+        above, _, key = name.rpartition(".")
+        part, path = parts[above]
+        key = _free(part, key)
+        while _joined(path, key) in taken:
+            key += "_"
+        taken.add(_joined(path, key))
+        places[name] = Place(part, key, _joined(path, key))
+    return places
+
+
+def _part(parts: dict[str, tuple[torch.nn.Module, str]], name: str) -> tuple[torch.nn.Module, str]:
+    """The module of this name, and its path; made if it is not there."""
+    if name not in parts:
+        above, _, word = name.rpartition(".")
+        parent, path = _part(parts, above)
+        word = _free(parent, word)
+        made = Part()
+        parent.add_module(word, made)
+        parts[name] = made, _joined(path, word)
+    return parts[name]
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _free(part: torch.nn.Module, key: str) -> str:
+    while not key or hasattr(part, key):
+        key += "_"
+    return key

@@ -1,0 +1,382 @@
+"""gw.torch.Module: a remote module as a torch module, trained by its caller. The oracle is the same module in this process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pathlib
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+SIZES = [
+    6,
+    64,
+    64,
+    4,
+]  # the second weight and no other lies in shared memory: the rest travels in the message
+BIG = 64 * 64 * 8
+torch.manual_seed(0)
+X = torch.randn(16, 6, dtype=torch.float64)
+Workers = Callable[[str], gw.Worker]
+
+
+class Pair(NamedTuple):
+    """A module over a remote, and the same module here with the same values."""
+
+    worker: gw.Worker
+    net: Any
+    local: Any
+    remote: gw.Remote
+
+    def assert_same(self, rtol: float = 1e-9) -> None:
+        ours, theirs = self.net.state_dict(), self.local.state_dict()
+        assert ours.keys() == theirs.keys()
+        for name, x in theirs.items():
+            torch.testing.assert_close(ours[name], x, rtol=rtol, atol=rtol, msg=name)
+
+    def copied(self, call: Callable[[], Any]) -> int:
+        """Bytes of this call that were copied on their way to the worker."""
+        before = self.worker.stats()["copied_bytes"]
+        call()
+        return int(self.worker.stats()["copied_bytes"] - before)
+
+
+@pytest.fixture
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The worker's own targets, in this process."""
+    monkeypatch.syspath_prepend(str(TARGETS))
+    sys.modules.pop("in_torch", None)
+    import in_torch
+
+    yield in_torch
+    sys.modules.pop("in_torch", None)
+
+
+@pytest.fixture
+def pair(worker_of: Workers, in_torch: Any) -> Callable[..., Pair]:
+    def make(sizes: list[int] = SIZES, buffers: str = "worker", **kw: Any) -> Pair:
+        kw = {"dtype": "float64", **kw}
+        remote = worker_of("torch").module("in_torch:make_block", sizes, **kw)
+        return Pair(
+            worker_of("torch"),
+            gw.torch.Module(remote, buffers=buffers),
+            in_torch.make_block(sizes, **kw),
+            remote,
+        )
+
+    return make
+
+
+def train(model: Any, optimizer: Any, steps: int = 6) -> None:
+    """Two batches a step, as gradient accumulation has it."""
+    data = torch.utils.data.TensorDataset(X, X[:, :4].tanh())
+    batches = itertools.cycle(torch.utils.data.DataLoader(data, batch_size=8))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for x, y in itertools.islice(batches, 2):
+            (model(x) - y).pow(2).mean().backward()
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "for each its own": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=False),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_is_trained_by_every_optimizer_as_locally(pair: Any, optimizer: str) -> None:
+    p = pair()
+    own = p.remote.parameters()
+    for net in (p.net, p.local):
+        model = nn.Sequential(nn.Identity(), net)
+        train(model, OPTIMIZERS[optimizer](model.parameters()))
+    p.assert_same()
+    for name, x in p.remote.parameters().items():
+        assert (x == own[name]).all()  # the worker's own are not touched
+
+
+@pytest.mark.parametrize("buffers", ["worker", "explicit"])
+def test_r40_statistics_move_once_for_each_forward(pair: Any, buffers: str) -> None:
+    p = pair(buffers=buffers, batch_norm=True)
+    for net in (p.net, p.local):
+        train(net, OPTIMIZERS["sgd"](net.parameters()))
+    p.assert_same()
+    there = p.remote.buffers()["1.num_batches_tracked"]
+    assert there == (12 if buffers == "worker" else 0)
+    assert len(list(p.net.buffers())) == (0 if buffers == "worker" else 9)
+    torch.testing.assert_close(p.net.eval()(X), p.local.eval()(X))
+
+
+def test_names_values_and_loading_are_torchs(pair: Any, tmp_path: pathlib.Path) -> None:
+    p = pair(batch_norm=True)
+    assert [n for n, _ in p.net.named_parameters()] == [n for n, _ in p.local.named_parameters()]
+    p.assert_same(0)
+    train(p.local, OPTIMIZERS["sgd"](p.local.parameters()))
+    p.net.load_state_dict(p.local.state_dict())
+    p.assert_same(0)
+    torch.save(nn.Sequential(p.net).state_dict(), tmp_path / "saved.pt")
+    other = nn.Sequential(pair(batch_norm=True, seed=1).net)
+    other.load_state_dict(torch.load(tmp_path / "saved.pt"))
+    for a, b in zip(other.state_dict().values(), p.net.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("0.bias"), r'Missing key.* "0.bias"'),
+        (lambda s: s.pop("1.running_mean"), r'Missing key.* "1.running_mean"'),
+        (lambda s: s.update({"9.weight": X}), r'Unexpected key.* "9.weight"'),
+        (lambda s: s.update({"0.weight": X}), r"size mismatch for 0.weight"),
+        (lambda s: s.update({"1.running_mean": X}), r"size mismatch for 1.running_mean"),
+    ],
+)
+def test_a_state_that_does_not_fit(pair: Any, change: Callable[[Any], Any], message: str) -> None:
+    p = pair(batch_norm=True)
+    state = p.local.state_dict()
+    change(state)
+    with pytest.raises(RuntimeError, match=message):
+        p.net.load_state_dict(state)
+
+
+def test_tied_parameters_and_buffers_that_are_not_saved(worker_of: Workers, in_torch: Any) -> None:
+    remote = worker_of("torch").module("in_torch:Tied")
+    x = X.float()
+    for buffers in ("worker", "explicit"):
+        net, local = gw.torch.Module(remote, buffers=buffers), in_torch.Tied()
+        assert net.state_dict().keys() == local.state_dict().keys()
+        assert net.get_parameter("second.weight") is net.get_parameter("first.weight")
+        for each in (net, local):
+            train_once(each, x)
+        torch.testing.assert_close(dict(net.named_parameters()), dict(local.named_parameters()))
+
+
+def train_once(net: Any, x: Any) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(x).pow(2).mean().backward()
+    optimizer.step()
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_lie_in_shared_memory_and_are_not_copied(pair: Any) -> None:
+    p = pair()
+    with torch.no_grad():
+        assert p.copied(lambda: p.net(X)) == 0
+    # what is kept for a pullback is copied by the worker, not here
+    assert p.copied(lambda: p.net(X).sum().backward()) == 0
+    train(p.net, OPTIMIZERS["fused"](p.net.parameters()), steps=1)
+    copied = copy.deepcopy(p.net)
+    with torch.no_grad():
+        assert p.copied(lambda: p.net(X)) == 0 and p.copied(lambda: copied(X)) == 0
+        p.net.get_parameter("2.weight").data = torch.zeros(64, 64, dtype=torch.float64)
+        assert p.copied(lambda: p.net(X)) == BIG
+
+
+def swap_data(net: Any) -> None:
+    net.get_parameter("2.weight").data = torch.full((64, 64), 0.01, dtype=torch.float64)
+
+
+def write_through_numpy(net: Any) -> None:
+    net.get_parameter("2.weight").detach().numpy()[:] = 0.02
+
+
+def write_by_data(net: Any) -> None:
+    net.get_parameter("2.weight").data.copy_(torch.full((64, 64), 0.03, dtype=torch.float64))
+
+
+def write_a_view(net: Any) -> None:
+    with torch.no_grad():
+        net.get_parameter("2.weight").view(-1)[5:9] = 0.5
+
+
+def assign(net: Any) -> None:
+    net.load_state_dict({n: x * 0.5 for n, x in net.state_dict().items()}, assign=True)
+
+
+def replace(net: Any) -> None:
+    net.get_submodule("2").weight = nn.Parameter(torch.eye(64, dtype=torch.float64))
+
+
+def narrow_and_widen(net: Any) -> None:
+    net.half().double()
+
+
+def transpose(net: Any) -> None:
+    net.get_parameter("2.weight").data = net.get_parameter("2.weight").data.T
+
+
+def load(net: Any) -> None:
+    net.load_state_dict({n: x * 0.5 for n, x in net.state_dict().items()})
+
+
+def fused_step(net: Any) -> None:
+    train(net, torch.optim.Adam(net.parameters(), lr=0.1, fused=True), steps=1)
+
+
+CHANGES = [
+    swap_data,
+    write_through_numpy,
+    write_by_data,
+    write_a_view,
+    assign,
+    replace,
+    narrow_and_widen,
+    transpose,
+    load,
+    fused_step,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_never_missed(pair: Any, change: Callable[[Any], None]) -> None:
+    p = pair()
+    before = p.net(X)
+    for net in (p.net, p.local):
+        change(net)
+    after = p.net(X)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, p.local(X), rtol=1e-9, atol=1e-9)
+    gradients = [torch.autograd.grad(net(X).sum(), list(net.parameters())) for net in (p.net, p.local)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_another_type_is_the_modules_own_type(pair: Any) -> None:
+    p = pair()
+    p.net.bfloat16(), p.local.bfloat16()
+    assert p.net(X.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(p.net(X.bfloat16()), p.local(X.bfloat16()))
+    with pytest.raises(RuntimeError, match="dtype"):
+        p.net(X)
+
+
+# ---- Copies and modes ------------------------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_has_parameters_and_a_mode_of_its_own(pair: Any) -> None:
+    p = pair(batch_norm=True)
+    average = torch.optim.swa_utils.AveragedModel(p.net)
+    average.eval()
+    y = p.net(X)  # in training mode still
+    assert p.remote.training is True
+    torch.testing.assert_close(y, p.local(X))
+    with torch.no_grad():
+        for x in p.net.parameters():
+            x.zero_()
+    assert average(X).abs().sum() > 0 and p.remote.training is False
+    train_once(p.net, X)
+    average.update_parameters(p.net)
+    p.net.eval()
+    assert p.net(X).shape == (16, 4)
+
+
+def test_a_pullback_after_a_change_of_mode(pair: Any) -> None:
+    p = pair(batch_norm=True)
+    gradients = []
+    for net in (p.net, p.local):
+        y = net(X)
+        net.eval()
+        net(X)
+        gradients.append(torch.autograd.grad(y.pow(2).sum(), list(net.parameters())))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+def test_frozen_parts_stay(pair: Any) -> None:
+    p = pair()
+    p.remote.requires_grad_(False, "0")
+    net = gw.torch.Module(p.remote)
+    assert [n for n, x in net.named_parameters() if not x.requires_grad] == ["0.weight", "0.bias"]
+    p.local[0].requires_grad_(False)
+    for each in (net, p.local):
+        train(each, OPTIMIZERS["sgd"](each.parameters()))
+    p._replace(net=net).assert_same()
+    net.requires_grad_(False)
+    assert not net(X).requires_grad
+
+
+# ---- Transformations -------------------------------------------------------------------------------------------------
+
+
+def test_derivatives_of_every_kind(pair: Any) -> None:
+    p = pair([3, 4, 2])
+    p.net.eval()
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    named = {n: v.detach().clone().requires_grad_() for n, v in p.net.named_parameters()}
+
+    def call(x: Any, *values: Any) -> Any:
+        return torch.func.functional_call(p.net, dict(zip(named, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(call, (x, *named.values()))
+    assert torch.autograd.gradgradcheck(call, (x, *named.values()))
+
+    def loss(net: Any, values: Any, x: Any) -> Any:
+        return torch.func.functional_call(net, values, (x,)).pow(2).sum()
+
+    each = [
+        torch.func.vmap(torch.func.grad(lambda v, x, net=net: loss(net, v, x)), (None, 0))(named, x)
+        for net in (p.net, p.local)
+    ]
+    torch.testing.assert_close(*each)
+
+
+@pytest.mark.parametrize("buffers", ["worker", "explicit"])
+def test_compiled_as_one_graph(pair: Any, buffers: str) -> None:
+    p = pair(buffers=buffers, batch_norm=True)
+    compiled = torch.compile(p.net, fullgraph=True, backend="aot_eager")
+    optimizers = [OPTIMIZERS["sgd"](net.parameters()) for net in (p.net, p.local)]
+    for model, optimizer in zip((compiled, p.local), optimizers, strict=True):
+        train(model, optimizer, 3)
+    p.assert_same()
+    p.net.eval(), p.local.eval()
+    torch.testing.assert_close(compiled(X), p.local(X))
+
+
+# ---- What cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be(pair: Any, worker_of: Workers) -> None:
+    p = pair()
+    for attempt in (
+        lambda: pickle.dumps(p.net),
+        lambda: torch.save(p.net, io.BytesIO()),
+        lambda: copy.copy(p.net),
+    ):
+        with pytest.raises(gw.UsageError, match=r"cannot be copied or pickled. Save its values: torch.save"):
+            attempt()
+    for proxy in (p.remote, p.remote.optimizer("torch.optim:SGD", lr=0.1), p.remote.vjp(X)[1]):
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(gw.UsageError, match="cannot be copied or pickled"):
+                attempt(proxy)
+    torch_w = worker_of("torch")
+    with pytest.raises(gw.UsageError, match=r"is a function and has no parameters. Load a module"):
+        gw.torch.Module(torch_w.function("in_torch:cube"))
+    with pytest.raises(gw.UsageError, match="buffers must be 'worker' or 'explicit', not 'mine'"):
+        gw.torch.Module(p.remote, buffers="mine")
+    with pytest.raises(gw.UsageError, match="compiled by TorchScript"):
+        gw.torch.Module(torch_w.module("in_torch:scripted"))
+
+
+def test_reprs(pair: Any) -> None:
+    p = pair()
+    assert "torch/in_torch:make_block" in repr(p.net) and "weight=(64, 64)" in repr(p.net)
+    assert repr(p.remote.optimizer("torch.optim:SGD", lr=0.1)) == (
+        "<gradwire.Optimizer torch.optim:SGD of torch/in_torch:make_block>"
+    )
+    _, pullback = p.remote.vjp(X)
+    assert repr(pullback) == "<gradwire.Pullback of torch/in_torch:make_block for args[0]>"
+    pullback.release()
+    assert repr(pullback).endswith("args[0], released>")
