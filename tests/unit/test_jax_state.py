@@ -323,6 +323,8 @@ def test_pullbacks_happen_as_written(counted: Any, case: str, mode: str) -> None
 class RemoteModule:
     """What `gradwire.Remote` offers to `functional`, over a torch module in this process."""
 
+    seed_operand = ()
+
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.handle = module, TorchHandle(module)
 
