@@ -6,10 +6,12 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire_wire.errors import ForkedError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Background"]
 
@@ -31,6 +33,8 @@ class Background:
             raise ForkedError(
                 "submit in a forked child: open a bridge of its own there with gradwire.connect()"
             )
+        from concurrent.futures import Future  # not needed by who never submits anything
+
         future: Future[Any] = Future()
         with self._lock:
             self._busy += 1

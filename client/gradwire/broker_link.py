@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import os
 import queue
-import shutil
 import socket
 import sys
 import threading
@@ -29,11 +28,9 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire.orphans import end_orphans
-from gradwire.private_broker import PrivateBroker, Sharing
-from gradwire.shared_broker import SharedBroker
 from gradwire.worker_output import Screen
 from gradwire_wire import control, errors, sockets
 from gradwire_wire.errors import (
@@ -45,6 +42,10 @@ from gradwire_wire.errors import (
     WorkerDiedError,
     WorkerStartError,
 )
+
+if TYPE_CHECKING:
+    from gradwire.private_broker import PrivateBroker, Sharing
+    from gradwire.shared_broker import SharedBroker
 
 __all__ = ["BrokerLink", "Death", "WorkerFacts", "WorkerSpec"]
 
@@ -144,6 +145,8 @@ class BrokerLink:
     ) -> BrokerLink:
         """Start a broker, of this program's own or a shared one. Blocks until it answers; ConnectError with its last lines."""
         deadline = time.monotonic() + start_timeout
+        from gradwire.private_broker import PrivateBroker  # what starting a process takes is not everybody's
+
         return cls._attached_to(PrivateBroker(start_timeout, expected_workers, sharing), deadline)
 
     @classmethod
@@ -571,6 +574,8 @@ class BrokerLink:
                 self._record(incarnation, Death(None, "SIGKILL", words, ""))
             self._living.clear()
             self._news.notify_all()
+        import shutil  # which the broker's start has loaded: there is nothing to read at the interpreter's exit
+
         shutil.rmtree(self._broker.folder, ignore_errors=True)
         end_orphans(orphaned)
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
-from pathlib import Path
 
 __all__ = ["end_orphans"]
 
@@ -16,8 +15,9 @@ def end_orphans(incarnations: Iterable[bytes]) -> None:
     marks = [b"GRADWIRE_INCARNATION=" + incarnation.hex().encode() for incarnation in incarnations]
     if not marks:
         return
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # another user's, or gone by now
-            variables = (folder / "environ").read_bytes().split(b"\0")
+            with open(f"/proc/{pid}/environ", "rb") as environ:
+                variables = environ.read().split(b"\0")
             if any(mark in variables for mark in marks):
-                os.kill(int(folder.name), signal.SIGKILL)
+                os.kill(int(pid), signal.SIGKILL)

@@ -6,12 +6,10 @@ family's face make the call a node of its own autodiff. All ways lead to `Handle
 
 from __future__ import annotations
 
-import asyncio
 import operator
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +34,9 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import fill, flatten, positional
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
 
@@ -165,6 +166,8 @@ class Remote:
 
     async def aio(self, *args: Any, **kwargs: Any) -> Any:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
+        import asyncio  # here, for it takes longer than all of ours
+
         return await asyncio.wrap_future(self.submit(*args, **kwargs))
 
     def options(self, **changes: Any) -> Remote:
