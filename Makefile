@@ -93,6 +93,7 @@ soak: .venv
 
 bench: setup
 	.venv/bin/python benchmarks/roundtrip.py
+	.venv/bin/python benchmarks/start.py
 
 format: .venv
 	.venv/bin/ruff format .

@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradwire.broker_link import BrokerLink
-from gradwire.configuration import Configuration, WorkerEntry, read
 from gradwire.families import barrier
-from gradwire.fleet import spec_of, start_together
 from gradwire.orders import checked_framework, checked_spec, with_environment
 from gradwire.restarts import Restarts
-from gradwire.shared_broker import SharedBroker, card_of
-from gradwire.shared_worker import SharedWorker
 from gradwire.worker import Worker
 from gradwire_wire.control import Present
 from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
 from gradwire_wire.exchange import Memory
+
+# What only some programs need is loaded when it is needed: `import gradwire` is to cost little more than numpy does.
+if TYPE_CHECKING:
+    from gradwire.configuration import Configuration, WorkerEntry
 
 __all__ = ["Bridge", "connect"]
 
@@ -39,11 +39,15 @@ def connect(target: str | os.PathLike[str] | None = None, *, start_timeout: floa
     if text is None:
         return Bridge(BrokerLink.start_private(start_timeout))
     if text.endswith(".toml"):
+        from gradwire.configuration import read
+
         return _connect_by_file(read(text), start_timeout)
     return _connect_to(text, start_timeout)
 
 
 def _connect_by_file(configuration: Configuration, start_timeout: float) -> Bridge:
+    from gradwire.fleet import start_together
+
     if configuration.address is not None:
         return _connect_to(configuration.address, start_timeout)
     bridge = Bridge(BrokerLink.start_private(start_timeout, expected_workers=len(configuration.workers)))
@@ -56,6 +60,8 @@ def _connect_by_file(configuration: Configuration, start_timeout: float) -> Brid
 
 
 def _connect_to(address: str, start_timeout: float) -> Bridge:
+    from gradwire.shared_broker import SharedBroker, card_of
+
     if address.startswith("tcp://"):
         raise UsageError(f"{address}: tcp is not in this version")
     return Bridge(BrokerLink.to_shared(SharedBroker(card_of(address)), start_timeout))
@@ -130,6 +136,8 @@ class Bridge:
 
     def _start_entry(self, entry: WorkerEntry) -> Worker:
         """A worker of a file."""
+        from gradwire.fleet import spec_of
+
         chosen = self._take_name(entry.framework, entry.name)
         try:
             spec = spec_of(entry, lasts=self._link.is_shared)
@@ -170,6 +178,8 @@ class Bridge:
 
     def _attach(self, present: Present) -> Worker:
         """A proxy of a shared broker's worker, one for each name."""
+        from gradwire.shared_worker import SharedWorker
+
         with self._attaching:
             known = self._workers.get(present.name)
             if known is not None and not known.is_closed:

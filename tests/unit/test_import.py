@@ -27,3 +27,21 @@ def test_importing_loads_no_framework(package: str) -> None:
 
 def test_the_test_can_fail() -> None:
     assert frameworks_loaded_by("import ml_dtypes") == ["ml_dtypes"]
+
+
+def test_importing_gradwire_leaves_what_only_some_programs_need() -> None:
+    """It is to cost little more than numpy, zmq and msgpack do (benchmarks/start.py measures that)."""
+    heavy = (
+        "asyncio",
+        "concurrent.futures",
+        "logging",
+        "multiprocessing",
+        "subprocess",
+        "tempfile",
+        "tomllib",
+    )
+    code = f"import numpy, zmq, msgpack, sys; had = set(sys.modules); import gradwire; print(*({set(heavy)!r} & (set(sys.modules) - had)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == []

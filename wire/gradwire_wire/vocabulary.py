@@ -65,13 +65,10 @@ class Vocabulary:
     def __init__(self, kinds: Mapping[Union[int, str], type]) -> None:
         self.kinds = dict(kinds)
         self._codes = {cls: code for code, cls in kinds.items()}
-        self._checkers: dict[type, list[tuple[str, Check]]] = {}
-
-    def _checkers_of(self, cls: type) -> list[tuple[str, Check]]:
-        """By field; worked out when first needed, for annotations take long to evaluate."""
-        if cls not in self._checkers:
-            self._checkers[cls] = [(name, _CHECKS[hint]) for name, hint in get_type_hints(cls).items()]
-        return self._checkers[cls]
+        self._checkers = {
+            cls: [(name, _CHECKS[hint]) for name, hint in get_type_hints(cls).items()]
+            for cls in self.kinds.values()
+        }
 
     def to_array(self, message: Any) -> tuple[Any, ...]:
         """The array that stands for a message of this vocabulary."""
@@ -82,7 +79,7 @@ class Vocabulary:
         if type(raw) is not list or not raw or type(raw[0]) not in (int, str) or raw[0] not in self.kinds:
             raise ProtocolError("not a message: it must be an array that starts with a known kind")
         cls = self.kinds[raw[0]]
-        checkers = self._checkers_of(cls)
+        checkers = self._checkers[cls]
         if len(raw) != len(checkers) + 1:
             raise ProtocolError(f"{cls.__name__} has {len(checkers)} fields, not {len(raw) - 1}")
         for value, (name, check) in zip(raw[1:], checkers):
