@@ -72,7 +72,7 @@ class Bridge:
 
     def __init__(self, link: BrokerLink, max_shared_bytes: int | None = None) -> None:
         self._link, self._pid = link, os.getpid()
-        self._memory = Memory(max_shared_bytes)
+        self._memory = Memory(max_shared_bytes, link.folder)
         self._workers: dict[str, Worker] = {}
         self._starting: set[str] = set()  # names that are given away, of workers that are not there yet
         self._naming = threading.Lock()

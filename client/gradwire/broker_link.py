@@ -175,6 +175,11 @@ class BrokerLink:
             raise getattr(errors, self._refusal.kind, ConnectError)(self._refusal.message)
         raise ConnectError(f"the broker does not answer\n{self._broker.last_words()}".rstrip())
 
+    @property
+    def folder(self) -> str:
+        """The broker's runtime folder, of mode 0700."""
+        return str(self._broker.folder)
+
     # ---- Workers ----
 
     def start_worker(self, spec: WorkerSpec) -> WorkerFacts:

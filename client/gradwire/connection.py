@@ -82,7 +82,7 @@ class Connection:
         link.watch(self._tether_fd, self._on_tether)
 
     def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger, bool]:
-        ours = Ledger()
+        ours = Ledger(self._memory.folder)
         hello = messages.Hello(messages.PROTOCOL, self.facts.token, self._client_id, self._pid)
         try:
             self._tether.send(hello, ours.descriptors, timeout_s)
@@ -373,7 +373,7 @@ class Connection:
 
 def _without_frames(error: GradwireError) -> GradwireError:
     """A twin to keep. The traceback of the error itself holds the frames it passes, and with them the user's tensors."""
-    twin = type(error).__new__(type(error), *error.args)
+    twin = type(error)(*error.args)  # not by __new__, which MemoryError refuses its subclasses
     twin.__dict__.update(error.__dict__)
     return twin
 

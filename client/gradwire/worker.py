@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 from typing import Any
@@ -22,6 +24,24 @@ __all__ = ["Worker"]
 HANDSHAKE_S = 30.0
 REPORT_S = 1.5
 ENDING_S = 1.0
+
+
+_said: set[str] = set()
+
+
+def _say_fallback(connection: Connection) -> None:
+    """Once in a process for each way: that tensors go a slower way than they could, and why."""
+    way, why = connection.exchange.carried_by, connection.exchange.why_not_shared
+    if way == "shared memory" or way in _said:
+        return
+    _said.add(way)
+    speed = "each is copied once more" if way == "files" else "each is copied several times"
+    with contextlib.suppress(Exception):  # the user's stderr may be closed, or none
+        print(
+            f"gradwire: tensors travel through {way} instead of shared memory, so {speed} ({why})",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 class Worker:
@@ -48,6 +68,7 @@ class Worker:
         except BaseException:
             self._end_process(facts)
             raise
+        _say_fallback(made)
         made.advise, made.revives = self._restarts.advice, self._restarts.revives
         return made
 
@@ -158,7 +179,7 @@ class Worker:
     @property
     def info(self) -> dict[str, Any]:
         """Executable, python, framework, numpy versions, devices, threads, and how tensors are carried."""
-        return {**self._facts.info, "carried_by": "shared memory" if self._memory.is_shared else "messages"}
+        return {**self._facts.info, "carried_by": self._connection.exchange.carried_by}
 
     @property
     def alive(self) -> bool:

@@ -11,9 +11,11 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -271,8 +273,24 @@ def memfd(nbytes: int, seals: int = segments.F_SEAL_SHRINK) -> int:
     return fd
 
 
-def regular_file() -> int:
-    return os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+def regular_file(mode: int = 0o644, nbytes: int = MIB) -> int:
+    """One that others could open."""
+    fd = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    os.fchmod(fd, mode)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def named_file() -> int:
+    fd, path = tempfile.mkstemp(prefix="gwt-", dir="/tmp")
+    os.ftruncate(fd, MIB)
+    os.link(path, f"{path}-too")
+    os.unlink(path)
+    leftovers.append(f"{path}-too")
+    return fd
+
+
+leftovers: list[str] = []
 
 
 BAD_DESCRIPTORS: dict[str, tuple[Callable[[], int], int]] = {
@@ -281,7 +299,9 @@ BAD_DESCRIPTORS: dict[str, tuple[Callable[[], int], int]] = {
     "smaller than announced": (lambda: memfd(MIB), MIB + 1),
     "much smaller than announced": (lambda: memfd(MIB), 2**64 - 1),
     "of no bytes": (lambda: memfd(MIB), 0),
-    "a file": (regular_file, MIB),
+    "a file that others can open": (regular_file, MIB),
+    "a file that has a name": (named_file, MIB),
+    "a nameless file, but too short": (lambda: regular_file(0o600, 4096), MIB),
     "a folder": (lambda: os.open("/tmp", os.O_RDONLY), MIB),
     "a device": (lambda: os.open("/dev/zero", os.O_RDWR), MIB),
     "a socket": (lambda: socket.socket(socket.AF_UNIX).detach(), MIB),
@@ -297,6 +317,8 @@ def test_R57_a_descriptor_that_could_pull_memory_away_is_refused_and_closed(name
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     gc.collect()  # no exception in a finalizer of what never came to be
+    while leftovers:
+        os.unlink(leftovers.pop())
 
 
 @pytest.mark.parametrize(
@@ -305,7 +327,8 @@ def test_R57_a_descriptor_that_could_pull_memory_away_is_refused_and_closed(name
         lambda: memfd(Ledger.ENTRIES, 0),
         lambda: memfd(Ledger.ENTRIES - 1),
         lambda: memfd(Ledger.ENTRIES + 1),
-        regular_file,
+        lambda: regular_file(0o644, Ledger.ENTRIES),
+        lambda: regular_file(0o600, Ledger.ENTRIES + 1),
         lambda: os.open("/dev/zero", os.O_RDWR),
     ],
 )
@@ -419,6 +442,63 @@ def test_no_memfd_is_no_sharing(without_memfd: list[str]) -> None:
     assert ledger.first_marked(1, 10) == 3
     ledger.cancel(5)
     assert ledger.is_cancelled(5)
+
+
+@pytest.mark.parametrize("has_tmpfile", [True, False])
+def test_r63_without_memfd_segments_are_nameless_files_that_are_read(
+    without_memfd: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tmpfile: bool
+) -> None:
+    if not has_tmpfile:
+        real = os.open
+
+        def no_tmpfile(path: Any, flags: int, *more: Any, **others: Any) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, "not here")
+            return real(path, flags, *more, **others)
+
+        monkeypatch.setattr(os, "open", no_tmpfile)
+    ledger, own = Ledger(str(tmp_path)), OwnSegment(1, MIB, folder=str(tmp_path))
+    assert list(tmp_path.iterdir()) == [] and os.fstat(own.fd).st_mode & 0o777 == 0o600
+    seen = Ledger.received([os.dup(ledger.fd)])
+    assert ledger.carrier == seen.carrier == "files" and seen.is_shared
+    own.array((100,), "f4", PAGE)[...] = 3
+    foreign = ForeignSegment(os.dup(own.fd), MIB)
+    foreign.map()
+    view = foreign.view((100,), np.dtype("f4"), None, Lease(foreign, PAGE, 400, 7, ledger, True))
+    gc.collect()
+    assert seen.first_marked(1, 100) == 7, "it is a copy: the loan is over"
+    own.array((100,), "f4", PAGE)[...] = 4
+    assert (view == 3).all() and holder_of(view) is None and view.flags.writeable
+    seen.clear(7)
+    ledger.cancel(67)
+    assert seen.first_marked(1, 100) == -1 and seen.is_cancelled(67) and not seen.is_cancelled(3)
+
+
+def test_r57_a_file_that_is_cut_off_is_an_error_and_no_sigbus(
+    without_memfd: list[str], tmp_path: Path
+) -> None:
+    ledger, own = Ledger(str(tmp_path)), OwnSegment(1, MIB, folder=str(tmp_path))
+    foreign = ForeignSegment(os.dup(own.fd), MIB)
+    foreign.map()
+    seen = Ledger.received([os.dup(ledger.fd)])
+    for fd in (own.fd, ledger.fd):
+        os.ftruncate(fd, 100)
+    with pytest.raises(ProtocolError, match="shorter"):
+        foreign.view((100,), np.dtype("f4"), None, Lease(foreign, PAGE, 400, 7, ledger, True))
+    assert seen.first_marked(200, 60_000) == -1 and not seen.is_cancelled(0)
+    seen.mark(300)
+    assert ledger.first_marked(200, 1000) == 300
+
+
+def test_r63_too_little_room_in_the_folder_is_too_little_memory(
+    without_memfd: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryExhaustedError, match=r"1048576 bytes.*No space left"):
+        OwnSegment(1, MIB, folder=str(tmp_path))
 
 
 def test_memfd_without_the_os_module(monkeypatch: pytest.MonkeyPatch) -> None:

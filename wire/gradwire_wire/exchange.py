@@ -55,9 +55,10 @@ COLLECT_S = 0.25
 class Memory:
     """The shared memory that this process owns: one arena, one lock, one limit."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, folder: str | None = None) -> None:
+        """limit: bytes. ``folder``: of mode 0700, for files where there is no memfd."""
         self.lock = threading.Lock()
-        self.limit = limit
+        self.limit, self.folder = limit, folder
         self.arena = Arena(self._make_segment, self._take_pages)
         self.is_shared = True
         self._peers: list[Exchange] = []
@@ -65,7 +66,7 @@ class Memory:
         self._held: weakref.WeakValueDictionary[int, SlotHolder] = weakref.WeakValueDictionary()
 
     def _make_segment(self, number: int, nbytes: int, used: int) -> OwnSegment:
-        return OwnSegment(number, nbytes, limit=self.limit, used=used)
+        return OwnSegment(number, nbytes, limit=self.limit, used=used, folder=self.folder)
 
     def _take_pages(self, slot: Slot, used: int) -> None:
         take_memory(slot.segment.fd, slot.offset, slot.nbytes, self.limit, used)
@@ -385,7 +386,8 @@ class Exchange:
             self._map(segment)
         lease = Lease(segment, h.byte_offset, h.nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
         try:
-            return Carrier(segment.view(h.shape, _NUMPY[h.dtype], _steps(h), lease), h.dtype, lease.owned)
+            view = segment.view(h.shape, _NUMPY[h.dtype], _steps(h), lease)
+            return Carrier(view, h.dtype, lease.owned or not segment.is_sealed)
         except ValueError as error:
             raise _not_here(h, error) from error
 
@@ -420,6 +422,18 @@ class Exchange:
     def can_share(self) -> bool:
         """Whether memory is shared in both directions."""
         return self._can_lend and self._ours.is_shared and self._memory.is_shared
+
+    @property
+    def carried_by(self) -> str:
+        """How tensors cross: "shared memory", or "files" or "messages" if that is all that one of the two can."""
+        both = {"shared memory"} if self._memory.is_shared else {"messages"}
+        both |= {self._marks.carrier, self._ours.carrier}
+        return next(way for way in ("messages", "files", "shared memory") if way in both)
+
+    @property
+    def why_not_shared(self) -> str:
+        """The reason, as far as this process knows it."""
+        return self._ours.why or "the other process has no other memory to share"
 
     def pass_lane(self, descriptor: int) -> bool:
         """Client: give the worker its end of a lane. False where that cannot be done at once."""

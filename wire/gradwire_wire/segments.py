@@ -25,6 +25,13 @@ order, with a system call between them; the owner loads the byte, then stores. x
 itself, elsewhere the system call is the barrier. In the other direction the owner's stores precede
 the ZeroMQ send, whose locks are barriers.
 
+Where there is no memfd (forbidden, another kernel), segments are *files*: nameless ones (O_TMPFILE, or unlinked as soon as they are
+open) in the runtime folder of mode 0700. A file cannot be sealed: whoever has its descriptor can truncate it under a mapping,
+which is a SIGBUS for who looks. So nobody maps a file of another process: a borrower *reads* its tensors (``pread``, one more copy;
+too short a file is a short read and an error), and the loan is over at once; a ledger that is a file is read and written
+with ``pread`` and ``pwrite``. Only the owner maps its own file. A peer could truncate that, on purpose: it is a process of the same user
+(SO_PEERCRED), and could as well kill this one. Where no file can be had either, tensors travel inside the messages.
+
 ``fork``: parent and child would share leases, and the first to drop a view would end it for both.
 A before-fork hook therefore copies every leased page privately (the child inherits the copies, which
 no owner can change), and a lease is ended only by the process that took it.
@@ -40,6 +47,7 @@ import mmap
 import os
 import stat
 import sys
+import tempfile
 import weakref
 from functools import lru_cache
 from typing import Any, Sequence
@@ -89,18 +97,68 @@ _leaving = False
 
 
 class SharingUnavailableError(Exception):
-    """No memfd here (a hardened container, another system): tensors travel inside the messages."""
+    """Neither memfds nor files here (a hardened container, another system): tensors travel inside the messages."""
 
 
-def _memfd(name: str) -> int:
+F_SEAL_SEAL = 1
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+
+
+def _memory_file(name: str, nbytes: int, folder: str | None) -> tuple[int, str]:
+    """A descriptor of so much new memory, and why it is no memfd, "" if it is: a file of ``folder`` cannot be sealed.
+
+    Raises MemoryExhaustedError, or SharingUnavailableError with the reasons.
+    """
+    reasons: list[str] = []
+    for is_memfd in (True, False):
+        fd = -1
+        try:
+            fd = _create_memfd(name) if is_memfd else _nameless_file(folder)
+            os.ftruncate(fd, nbytes)
+            return fd, "; ".join(reasons)
+        except (AttributeError, OSError) as error:
+            if fd >= 0:
+                os.close(fd)
+            if getattr(error, "errno", None) in _SHORT:
+                raise MemoryExhaustedError(f"no further shared memory can be opened: {error}") from error
+            reasons.append(f"no {'memfd' if is_memfd else 'file'}: {error}")
+    raise SharingUnavailableError("; ".join(reasons))
+
+
+def _nameless_file(folder: str | None) -> int:
+    if folder is None:
+        raise OSError(errno.ENOENT, "there is no runtime folder for one")
     try:
-        return _create_memfd(name)
-    except AttributeError as error:
-        raise SharingUnavailableError("this system has no memfd_create") from error
+        return os.open(folder, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise MemoryExhaustedError(f"no further shared memory can be opened: {error}") from error
-        raise SharingUnavailableError(str(error)) from error
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    fd, path = tempfile.mkstemp(prefix="segment-", dir=folder)
+    os.unlink(path)
+    return fd
+
+
+def _is_sealed(fd: int, nbytes: int, what: str) -> bool:
+    """Whether a received descriptor is a memfd that cannot shrink (True) or a file that only its owner knows (False).
+
+    ProtocolError for anything else; nothing is closed.
+    """
+    try:
+        status = os.fstat(fd)
+        try:
+            seals = fcntl.fcntl(fd, F_GET_SEALS)
+        except OSError:
+            seals = F_SEAL_SEAL  # not of a kind that has seals
+    except OSError as error:
+        raise ProtocolError(f"a received descriptor is no memory file: {error}") from error
+    is_nameless = status.st_nlink == 0 and status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o077
+    is_file = seals == F_SEAL_SEAL and is_nameless
+    is_memory = stat.S_ISREG(status.st_mode) and (seals & F_SEAL_SHRINK or is_file)
+    if not is_memory or not 0 < nbytes <= status.st_size:
+        raise ProtocolError(
+            f"{what} must be a sealed memory file of {nbytes} bytes or more, or a nameless one"
+        )
+    return not is_file
 
 
 def _create_memfd(name: str) -> int:
@@ -170,13 +228,18 @@ class _Mapping:
 class OwnSegment(_Descriptor):
     """Memory of ours that others may map. Shared mapping; lives until closed and its views are gone."""
 
-    def __init__(self, number: int, nbytes: int, *, limit: int | None = None, used: int = 0) -> None:
+    def __init__(
+        self, number: int, nbytes: int, *, limit: int | None = None, used: int = 0, folder: str | None = None
+    ) -> None:
         self.number, self.nbytes = number, nbytes
-        self.fd = _memfd(f"gradwire-{number}")
         try:
-            os.ftruncate(self.fd, nbytes)
+            self.fd, why_file = _memory_file(f"gradwire-{number}", nbytes, folder)
+        except OverflowError as error:
+            raise MemoryExhaustedError(f"{nbytes} bytes are more than any system has") from error
+        try:
             take_memory(self.fd, 0, nbytes, limit, used)
-            fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+            if not why_file:
+                fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
             self._map = _Mapping(self.fd, nbytes, mmap.MAP_SHARED)
         except BaseException as error:
             self.close()
@@ -211,21 +274,17 @@ class ForeignSegment(_Descriptor):
     """Memory of another process, mapped privately: what is written here nobody else ever sees.
 
     Mapped at the first view, so that being told of memory costs none. ``until_unused``: something that
-    lives as long as any view of this segment.
+    lives as long as any view of this segment. ``is_sealed``: a memfd; otherwise a file, which is read and never mapped.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Takes over the descriptor. ProtocolError where it could be pulled from under our feet."""
         self.fd, self.nbytes = fd, nbytes
         try:
-            status = os.fstat(fd)
-            sealed = fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK
-        except OSError as error:
+            self.is_sealed = _is_sealed(fd, nbytes, "a segment")
+        except ProtocolError:
             self.close()
-            raise ProtocolError(f"a received descriptor is no memory file: {error}") from error
-        if not stat.S_ISREG(status.st_mode) or not sealed or nbytes <= 0 or status.st_size < nbytes:
-            self.close()
-            raise ProtocolError(f"a segment must be a sealed memory file of {nbytes} bytes or more")
+            raise
         self._map: Any = None
         self.address = 0
         self.leases: dict[int, tuple[int, int]] = {}  # loan -> (offset, nbytes), for fork
@@ -239,6 +298,9 @@ class ForeignSegment(_Descriptor):
 
     def map(self) -> None:
         """Map it, once (callers see to that). MemoryExhaustedError where this process has no room."""
+        if not self.is_sealed:
+            self._map = self.fd
+            return
         try:
             made = _Mapping(self.fd, self.nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE)
         except OSError as error:
@@ -258,10 +320,31 @@ class ForeignSegment(_Descriptor):
     def view(
         self, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None, lease: Lease
     ) -> np.ndarray:
-        """A view of what was leased: private, writable, valid while any alias of it lives. ``strides`` in bytes."""
+        """A view of what was leased: private, writable, valid while any alias of it lives. ``strides`` in bytes.
+
+        Of a file it is a copy, which needs the lease no more.
+        """
+        if not self.is_sealed:
+            return np.ndarray(shape, dtype, self._read(lease.offset, lease.nbytes), 0, strides)
         span = self._span.from_address(self.address)
         span.held = lease
         return np.ndarray(shape, dtype, span, lease.offset, strides)
+
+    def _read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of a range of a file. ProtocolError where somebody has cut the file off."""
+        try:
+            made = np.empty(nbytes, np.uint8)
+        except MemoryError as error:
+            raise MemoryExhaustedError(
+                f"{nbytes} bytes of memory needed for a tensor of the other side"
+            ) from error
+        rest = made.data
+        while rest:
+            count = os.preadv(self.fd, [rest], offset + nbytes - len(rest))
+            if not count:
+                raise ProtocolError("a segment is shorter than it was")
+            rest = rest[count:]
+        return made
 
     def is_changed(self, offset: int, nbytes: int) -> bool:
         """Whether any page of the range was privately written (True where that cannot be known)."""
@@ -275,7 +358,7 @@ class ForeignSegment(_Descriptor):
         if _leaving or self._pid != _getpid():
             return
         offset, nbytes = lease.offset, lease.nbytes
-        if _has_private_pages(self.address + offset, nbytes):
+        if self.is_sealed and _has_private_pages(self.address + offset, nbytes):
             start = offset & -PAGE
             if _madvise(self.address + start, offset + nbytes - start, MADV_DONTNEED):
                 return
@@ -378,6 +461,26 @@ def _read_pagemap(first: int, count: int) -> bytes | None:
     return raw if len(raw) == count * 8 else None
 
 
+class _FileBytes(_Descriptor):
+    """A file as a ledger's bytes: read and written, never mapped, since it cannot be sealed. What was cut off reads as zeros."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over the descriptor."""
+        self.fd = fd
+
+    def __setitem__(self, at: int | slice, value: int | bytes) -> None:
+        start, data = (at, bytes([value])) if isinstance(at, int) else (at.start, value)  # type: ignore[list-item]
+        os.pwrite(self.fd, data, start)  # type: ignore[arg-type]
+
+    def __getitem__(self, at: slice) -> bytes:
+        return os.pread(self.fd, at.stop - at.start, at.start)
+
+    def find(self, wanted: bytes, start: int, stop: int) -> int:
+        """As of bytes."""
+        found = os.pread(self.fd, stop - start, start).find(wanted)
+        return found if found < 0 else start + found
+
+
 class Ledger(_Descriptor):
     """A page of bytes shared by lender and borrower: entry n is 1 once loan n has been returned.
 
@@ -391,37 +494,45 @@ class Ledger(_Descriptor):
     LOANS = ENTRIES - 8 * CANCELLED
     """Loans are the entries 1 .. LOANS - 1."""
 
-    def __init__(self) -> None:
-        """A new ledger, whose descriptor is to be passed on."""
+    def __init__(self, folder: str | None = None) -> None:
+        """A new ledger, whose descriptor is to be passed on. ``why``: the reason where it is not shared memory."""
         self._map: Any = bytearray(self.ENTRIES)
+        self.why = ""
         try:
-            self.fd = _memfd("gradwire-ledger")
-        except SharingUnavailableError:
+            self.fd, self.why = _memory_file("gradwire-ledger", self.ENTRIES, folder)
+        except SharingUnavailableError as error:
+            self.why = str(error)
             return
-        os.ftruncate(self.fd, self.ENTRIES)
-        fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-        self._share()
+        if not self.why:
+            fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+        self._share(not self.why)
 
     @classmethod
     def received(cls, descriptors: Sequence[int]) -> Ledger:
         """The ledger that came with a greeting (takes over the descriptor, if any); ProtocolError if unusable."""
         ledger = cls.__new__(cls)
-        ledger._map = bytearray(cls.ENTRIES)
+        ledger._map, ledger.why = bytearray(cls.ENTRIES), ""
         if descriptors:
             (ledger.fd,) = descriptors
             try:
-                sealed = fcntl.fcntl(ledger.fd, F_GET_SEALS) & F_SEAL_SHRINK
-                if not sealed or os.fstat(ledger.fd).st_size != cls.ENTRIES:
+                sealed = _is_sealed(ledger.fd, cls.ENTRIES, "a ledger")
+                if os.fstat(ledger.fd).st_size != cls.ENTRIES:
                     raise ProtocolError(f"a ledger must be a sealed memory file of {cls.ENTRIES} bytes")
-                ledger._share()
+                ledger._share(sealed)
             except OSError as error:
                 raise ProtocolError(f"a ledger cannot be mapped: {error}") from error
             finally:
                 ledger.close()
         return ledger
 
-    def _share(self) -> None:
-        self._map = mmap.mmap(self.fd, self.ENTRIES)
+    def _share(self, is_sealed: bool) -> None:
+        self._map = mmap.mmap(self.fd, self.ENTRIES) if is_sealed else _FileBytes(os.dup(self.fd))
+
+    @property
+    def carrier(self) -> str:
+        """What memory that its process lends is: ``"shared memory"``, ``"files"`` or, where none, ``"messages"``."""
+        names = {mmap.mmap: "shared memory", _FileBytes: "files"}
+        return names.get(type(self._map), "messages")
 
     def detach(self) -> None:
         """The other side is gone: marks go nowhere from now on, and the memory is unmapped."""
@@ -430,7 +541,7 @@ class Ledger(_Descriptor):
     @property
     def is_shared(self) -> bool:
         """Whether the other side sees what is marked here."""
-        return type(self._map) is mmap.mmap
+        return type(self._map) is not bytearray
 
     @property
     def descriptors(self) -> list[int]:

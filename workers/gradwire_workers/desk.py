@@ -104,7 +104,7 @@ class Desk:
         self._adopt_operand = getattr(engine, "adopt_operand", engine.adopt)
         self._router = sockets.bind_router(endpoint)
         self._listener = listen_tether(tether_path)
-        self._memory = Memory(max_shared_bytes)
+        self._memory = Memory(max_shared_bytes, os.path.dirname(tether_path))
         self._sessions: dict[bytes, Session] = {}
         self._tethers: dict[int, tuple[Tether, Session | None]] = {}
         self._lanes: dict[int, tuple[Lane, Session]] = {}
@@ -177,7 +177,7 @@ class Desk:
         except GradwireError as error:
             tether.send(Refused(type(error).__name__, str(error)), timeout_s=0.1)
             raise
-        ours = Ledger()
+        ours = Ledger(self._memory.folder)
         tether.send(
             Welcome(messages.PROTOCOL, self._incarnation, os.getpid(), True), ours.descriptors, timeout_s=1.0
         )

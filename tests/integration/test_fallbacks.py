@@ -1,0 +1,183 @@
+"""Systems that lack what gradwire would rather have: no memfd, no files, no /proc, odd TMPDIR (R50, R52, R63)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+HERE = Path(__file__).parent
+
+PROGRAM = """
+import gc, os, resource, sys
+import numpy as np
+import gradwire as gw
+LIMIT = {limit!r}
+if LIMIT:
+    resource.setrlimit(*LIMIT)
+with gw.connect() as bridge:
+    worker = bridge.worker("numpy", path=[{targets!r}], threads=1, restart="on-failure")
+    other = bridge.worker("numpy", path=[{targets!r}], threads=1)
+    print(worker.info["carried_by"])
+    double, second = worker.function("fragile:double"), other.function("fragile:double")
+    for n in (3, 1000, 300_000, 3_000_000):
+        x = np.arange(float(n))
+        kept = [double(x + i) for i in range(4)]
+        assert all((y == 2 * (x + i)).all() for i, y in enumerate(kept)), n
+        assert (second(kept[1]) == 4 * (x + 1)).all(), n
+        kept[0][0] = -1
+        assert (kept[1] == 2 * (x + 1)).all() and (x == np.arange(n)).all(), n
+    a = bridge.empty(50_000, "f8")
+    a[:] = 5
+    assert (double(a) == 10).all()
+    y, pullback = worker.function("fragile:dot").vjp(x, x)
+    assert (pullback(np.float64(2.0))[0] == 2 * x).all()
+    del kept, y, pullback
+    gc.collect()
+    for _ in range(3):
+        double(x)
+    print(worker.stats()["lent"] <= 1)
+"""
+
+
+def program(limit: Any = None) -> str:
+    return PROGRAM.format(limit=limit, targets=str(HERE / "targets"))
+
+
+def run(code: str, *before: str, **env: str) -> tuple[str, str]:
+    """What it prints and what it says; before: a program that starts it."""
+    ended = subprocess.run(
+        [*before, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, **env},
+    )
+    if ended.returncode == 77:
+        pytest.skip("this system does not let a program forbid itself system calls")
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]
+    return ended.stdout, ended.stderr
+
+
+def hardened(*calls: str) -> list[str]:
+    return [sys.executable, str(HERE / "hardened.py"), ",".join(calls)]
+
+
+def test_r63_the_usual_way() -> None:
+    assert run(program()) == ("shared memory\nTrue\n", "")
+
+
+def test_r63_memfd_forbidden_everywhere() -> None:
+    output, said = run(program(), *hardened("memfd_create"))
+    assert output == "files\nTrue\n"
+    assert said.count("gradwire: ") == 1 and "travel through files" in said and "not permitted" in said
+
+
+def test_r63_nothing_can_be_shared() -> None:
+    """No file may have any bytes, memory files included."""
+    import resource
+
+    output, said = run(program((resource.RLIMIT_FSIZE, (0, 0))))
+    assert output == "messages\nTrue\n"
+    assert said.count("gradwire: ") == 1 and "travel through messages" in said
+
+
+def test_r63_lanes_switched_off_besides() -> None:
+    output, _ = run(program(), *hardened("memfd_create"), GRADWIRE_LANE="zmq")
+    assert output == "files\nTrue\n"
+
+
+def test_r63_no_proc() -> None:
+    unshare = shutil.which("unshare")
+    command = [unshare or "unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+    if unshare is None or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody mount over /proc")
+    output, _ = run(program(), *command)
+    assert output == "shared memory\nTrue\n"
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+TMPDIRS: dict[str, Callable[[Path], Path]] = {
+    "of 150 characters": lambda short: short / ("x" * 150),
+    "missing": lambda short: short / "missing",
+    "a file": lambda short: short / "file",
+    "with spaces and accents": lambda short: short / "é ü",
+    "that others may write": lambda short: short / "open",
+}
+
+
+@pytest.mark.parametrize("kind", TMPDIRS)
+def test_r52_tmpdir(kind: str, short: Path) -> None:
+    path = TMPDIRS[kind](short)
+    if kind == "a file":
+        path.write_text("")
+    elif kind != "missing":
+        path.mkdir()
+    if "others" in kind:
+        path.chmod(0o777)
+    output, said = run(program(), TMPDIR=str(path), XDG_RUNTIME_DIR="")
+    assert (output, said) == ("shared memory\nTrue\n", "")
+
+
+def test_r52_tmpdir_that_cannot_be_written(short: Path) -> None:
+    """By a user who is not root, for whom no folder is closed."""
+    if os.getuid():
+        closed, before = short / "closed", []
+        closed.mkdir(mode=0o500)
+    else:
+        setpriv = shutil.which("setpriv")
+        if setpriv is None or not os.access(sys.executable, os.X_OK) or _unreadable_to_others():
+            pytest.skip("root may write everywhere, and another user cannot run this interpreter")
+        closed, before = short, [setpriv, "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        os.chmod(short, 0o755)
+    output, _ = run(program(), *before, TMPDIR=str(closed), XDG_RUNTIME_DIR="", HOME="/nonexistent")
+    assert output == "shared memory\nTrue\n"
+
+
+def _unreadable_to_others() -> bool:
+    """Whether another user cannot come to the interpreter or to these files."""
+    roots = [Path(os.path.realpath(sys.executable)), HERE]
+    return any(not folder.stat().st_mode & 0o001 for root in roots for folder in root.parents)
+
+
+R50 = """
+import numpy as np
+import gradwire as gw
+from gradwire.bridge import Bridge
+from gradwire.broker_link import BrokerLink
+with Bridge(BrokerLink.start_private(30.0), max_shared_bytes=16 << 20) as bridge:
+    double = bridge.worker("numpy", path=[{targets!r}]).function("fragile:double")
+    double(np.ones(1 << 17))
+    for _ in range(3):
+        try:
+            double(np.ones(32 << 17))
+        except gw.MemoryExhaustedError as error:
+            text = str(error)
+            assert error.retry_safe and isinstance(error, MemoryError)
+            assert "max_shared_bytes" in text and "free" in text and "Drop results" in text, text
+            assert any(int(w) >= 32 << 20 for w in text.split() if w.isdigit()), text
+        else:
+            raise SystemExit("32 MB went through a limit of 16 MB")
+        assert (double(np.ones(1 << 17)) == 2).all()
+    print("fine")
+"""
+
+
+def test_r50_a_limit_of_16_mb_and_32_mb_to_send() -> None:
+    assert run(R50.format(targets=str(HERE / "targets")))[0] == "fine\n"
