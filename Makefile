@@ -21,7 +21,8 @@ MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
 # pytest runs this many processes; each test file runs whole in one of them
 PROCESSES ?= 2
 
-.PHONY: help setup demo test check lint fuzz soak bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
+.PHONY: help setup demo test check lint fuzz soak bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo \
+        .envs/sentences .envs/jax-oldest .envs/jax-newest
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -31,7 +32,7 @@ help:
 # `requirements` follows environments/NAME.txt (a change rebuilds from nothing, so that nothing is left over);
 # `project` follows pyproject.toml (gradwire is installed editable: its sources need no reinstall).
 
-setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
+setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .envs/jax-oldest .envs/jax-newest
 
 .venv:            .venv/.stamp-project
 .envs/demo:       .envs/demo/.stamp-project
@@ -45,6 +46,13 @@ setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
 
 .envs/%/.stamp-requirements: environments/%.txt
 	$(call build_environment,.envs/$*,$<)
+
+# The oldest and the newest JAX, each with a Python of those it runs on. Where none is found, their tests are skipped.
+.envs/jax-oldest: PYTHONS := 3.11 3.12
+.envs/jax-newest: PYTHONS := 3.13 3.12
+.envs/jax-oldest .envs/jax-newest: .venv
+	@python=$$(.venv/bin/python environments/find_python.py $(PYTHONS)) || exit 0; \
+	$(MAKE) --no-print-directory $@/.stamp-project PYTHON="$$python"
 
 %/.stamp-project: %/.stamp-requirements pyproject.toml
 	@echo "make: installing gradwire into $* (editable)"

@@ -258,7 +258,8 @@ def _partially_evaluate(trace: Any, *tracers: Any, derived: Derived) -> Any:
     iteration. Staged like a call with unknown inputs, it stays in the loop.
     """
     if derived.ordered and _is_hoisting():
-        tracers = tuple(trace.instantiate_const(trace.to_jaxpr_tracer(t)) for t in tracers)
+        own = getattr(trace, "to_jaxpr_tracer", lambda t: t)  # up to jax 0.4.35 they are its own already
+        tracers = tuple(trace.instantiate_const(own(t)) for t in tracers)
     return trace.default_process_primitive(primitive, tracers, {"derived": derived})
 
 
