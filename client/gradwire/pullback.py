@@ -146,6 +146,8 @@ def _like(x: Any, shape: Sequence[int], dtype: Any, what: str) -> Carrier:
     elif isinstance(x, (int, float, complex, np.generic)) and not shape and dtype.carrier == dtype.name:
         if np.iscomplexobj(x) and not dtype.name.startswith("complex"):
             raise DtypeError(f"{what} must be {dtype.name} as the value is, not complex; take x.real")
+        if isinstance(x, np.floating) and x.dtype.name != dtype.name:
+            raise DtypeError(f"{what} must be {dtype.name} as the value is, not {x.dtype.name}; convert it")
         carrier = Carrier(np.asarray(x, dtype.carrier), dtype)
     else:
         raise UsageError(f"{what} must be a tensor of shape {tuple(shape)}, not {type(x).__name__}")

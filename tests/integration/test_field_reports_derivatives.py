@@ -514,6 +514,22 @@ FORWARD_AND_PULLBACK: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_r40_checkpoint_does_not_draw_another_mask(worker_of: Workers, reentrant: bool) -> None:
+    """It would compute the forward again in the backward pass: refused, but for calls with a seed of their own."""
+    from torch.utils.checkpoint import checkpoint
+
+    net = worker_of("torch").module(MODULES["torch"]).train()
+    x = torch.tensor(ROWS, requires_grad=True)
+    y = checkpoint(lambda x: torch.sin(net(x)), x, use_reentrant=reentrant)
+    with pytest.raises(gw.UsageError, match=r"torch\.utils\.checkpoint.*another dropout mask"):
+        y.sum().backward()
+    y = checkpoint(net.options(seed=3), x, use_reentrant=reentrant)
+    y.sum().backward()
+    mask = np.where(y.detach() == 0, 0, 2).astype("f4")
+    np.testing.assert_allclose(x.grad, normalised_pullback(mask), atol=2e-3)
+
+
 # ---- R41: dropped, repeated or reordered ---------------------------------------------------------------------------
 
 ONE = np.ones(3, np.float32)

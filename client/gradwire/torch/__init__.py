@@ -44,6 +44,12 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
             f"{handle.name}: torch.jit.trace would record the result of this call as a constant. "
             "Call the remote function outside of what is traced, or use torch.export or torch.compile"
         )
+    if site.stateful and torch._C._current_graph_task_id() != -1 and site.seed is None and not site.seeded:
+        raise UsageError(
+            f"{handle.name}: in training mode it was called during a backward pass, as torch.utils.checkpoint does to "
+            "compute a forward again: that would draw another dropout mask and move the state a second time. Take the "
+            "call out of checkpoint (its graph is in the worker anyway), give options(seed=...), or call it in eval mode"
+        )
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
     if site.accumulate and torch.is_grad_enabled():
         site, tensors = anchored(site), [_anchor(), *tensors]
