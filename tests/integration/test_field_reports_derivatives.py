@@ -437,6 +437,42 @@ def test_r38_namedtuples_dataclasses_and_keys_that_are_no_strings(remote: Any, w
     close(ordered_bar["z"], np.zeros(2))
 
 
+# ---- R37, from TensorFlow: forward mode --------------------------------------------------------------------------
+
+
+@every_worker
+def test_r37_accumulators_around_a_tf_function(remote: Any) -> None:
+    """Right, in a loop too, whether the function was traced before or is traced now."""
+    f, x, dot = remote("cube"), tf.constant([1.5, -2.0], tf.float64), tf.constant([1.0, 3.0], tf.float64)
+
+    def program(f: Any) -> Callable[[Any], Any]:
+        step = lambda i, x: (i + 1, tf.sin(f(x)))  # noqa: E731
+        return lambda x: tf.while_loop(lambda i, x: i < 2, step, (tf.constant(0), tf.cos(f(x))))[1]
+
+    def tangent(function: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(x, dot) as accumulator:
+            y = function(x)
+        return accumulator.jvp(y)
+
+    wanted = tangent(program(lambda x: x**3))
+    fresh, traced_before = tf.function(program(f)), tf.function(program(f))
+    traced_before(x)
+    for function in (program(f), fresh, traced_before):
+        close(tangent(function), wanted)
+    with pytest.raises(Exception, match=r"cannot pass through a remote call inside a(.|\n)*remote\.jvp"):
+        tf.function(lambda x: tangent(f))(x)
+
+
+def test_r37_an_accumulator_and_a_numpy_worker(worker_of: Workers) -> None:
+    """TensorFlow's forward mode is two pullbacks, of which numpy functions have one: the sentence says so."""
+    f = worker_of("numpy").function("in_numpy:square")
+    x = tf.constant(W)
+    with pytest.raises(gw.UsageError, match=r"ForwardAccumulator asks for the pullback of a pullback"):
+        with tf.autodiff.ForwardAccumulator(x, x):
+            f(x)
+    close(f.jvp((W,), (W,))[1], 2 * W * W)
+
+
 # ---- R40: state that moves -----------------------------------------------------------------------------------------
 
 ROWS = np.random.default_rng(4).normal(size=(8, 6)).astype(np.float32)

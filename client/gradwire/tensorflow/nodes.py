@@ -30,6 +30,9 @@ __all__ = ["apply"]
 OPERATION = "gradwire_calls_another_process__use_jit_compile_False"
 
 
+_SECOND_ORDER = "A tf.autodiff.ForwardAccumulator asks for the pullback of a pullback, where remote.jvp needs a first derivative only"
+
+
 class _Token:
     """A kept forward; given back when the tape's record of it goes."""
 
@@ -62,7 +65,12 @@ def _eager(fn: Derived, operands: list[Any], token: _Token | None) -> list[Any]:
     everything = is_forward_mode()
     watched = {i for i, x in enumerate(operands) if _inexact(x) and (everything or is_recorded([x]))}
     fn.keep = int(bool(watched) and fn.site.residuals == "keep")
-    outcome = fn.invoke([export(x) for x in operands], token.number if token is not None else 0)
+    try:
+        outcome = fn.invoke([export(x) for x in operands], token.number if token is not None else 0)
+    except UsageError as error:
+        if everything and len(fn.word) > 1:
+            raise UsageError(f"{error}. {_SECOND_ORDER}") from None
+        raise
     results = outcome.adopted(adopt)
     present = [i for i, y in enumerate(results) if y is not None]
     if not watched or not present:

@@ -52,3 +52,12 @@ def number_in_place(x):
 
 def run_out(x):
     return next(iter(()))
+
+
+def square(x):
+    return x * x
+
+
+square.vjp = lambda x: (x * x, lambda bar: (2 * x * bar,))
+square.jvp = lambda primals, tangents: (primals[0] ** 2, 2 * primals[0] * tangents[0])
+square.spec = lambda x: x
