@@ -84,7 +84,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=("import", "ready"))
     arguments = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,14 @@ def test_r66_processes_that_ask_at_once_build_it_once(place: Path) -> None:
     assert len({output for output, _ in results}) == 1
     assert sum("building environment" in errors for _, errors in results) == 1
     assert version_in(results[0][0].strip(), "other") == "99.0"
+
+
+def test_r66_threads_that_ask_at_once_build_it_once(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda _: environments.build(["torchlike"]), range(3)))
+    assert len({one.python for one in made}) == 1
+    assert capfd.readouterr().err.count("building environment") == 1
+    assert version_in(made[0].python, "torchlike") == "99.0"
 
 
 # ---- Slow, failing, interrupted, killed ----------------------------------------------------------------------------
