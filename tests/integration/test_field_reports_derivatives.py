@@ -310,6 +310,18 @@ def test_r34_a_batch_from_torch_is_one_message(remote: Any, worker_of: Workers, 
     assert messages(worker_of(framework), lambda: of_grad(f)(x, v, u)[0].numpy()) == 2
 
 
+def test_r34_sequential_is_a_call_for_each_row(worker_of: Workers) -> None:
+    """options(vmap="sequential"): for functions that must not see a batch; also of derivatives."""
+    worker = worker_of("torch")
+    f = worker.function("reports_torch:perceptron").options(vmap="sequential")
+    row = lambda f: lambda x: f(x, jnp.asarray(V), jnp.asarray(U))  # noqa: E731
+    program = jax.jit(jax.vmap(row(f)))
+    close(program(jnp.asarray(X)), local_perceptron(X, V, U))
+    assert messages(worker, lambda: program(jnp.asarray(X))) == len(X)
+    of_grad = lambda f: jax.vmap(jax.grad(lambda x: row(f)(x).sum()))(jnp.asarray(X))  # noqa: E731
+    close(of_grad(f), of_grad(local_perceptron))
+
+
 # ---- R35: shapes in compiled programs ------------------------------------------------------------------------------
 
 
@@ -343,6 +355,40 @@ def test_r35_shapes_that_depend_on_values_say_what_to_do(remote: Any) -> None:
     for wrong in (gw.ShapeDtype((3,), "float64"), gw.ShapeDtype((2,), "float32")):
         with pytest.raises(Exception, match="announced"):
             jax.block_until_ready(jax.jit(f.options(out_spec=wrong))(jnp.asarray(x)))
+
+
+# ---- R36: errors in compiled programs (JAX: test_compiled.py) ------------------------------------------------------
+
+
+@pytest.mark.parametrize("caller", ["numpy", "torch", "torch.compile", "tensorflow", "tf.function"])
+def test_r36_errors_in_every_caller(worker_of: Workers, shared_bridge: gw.Bridge, caller: str) -> None:
+    """Message, file and line; the whole traceback in last_error; the second time as the first; then all is well."""
+    spec = gw.ShapeDtype((3,), "float32")
+    bad, good = (
+        worker_of("torch").function(f"any_framework:{name}").options(out_spec=spec)
+        for name in ("bad", "double")
+    )
+    torch._dynamo.reset()
+    make: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+        "numpy": lambda f: (f, ONE),
+        "torch": lambda f: (f, torch.tensor(ONE, requires_grad=True)),
+        "torch.compile": lambda f: (
+            torch.compile(lambda x: f(x), backend="aot_eager", fullgraph=True),
+            torch.tensor(ONE),
+        ),
+        "tensorflow": lambda f: (f, tf.constant(ONE)),
+        "tf.function": lambda f: (tf.function(lambda x: f(x)), tf.constant(ONE)),
+    }
+    function, x = make[caller](bad)
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"bad 42(.|\n)*any_framework\.py") as caught:
+            function(x)
+        assert isinstance(caught.value, ValueError) or caller == "tf.function"
+        last = shared_bridge.last_error()
+        assert isinstance(last, gw.RemoteError) and 'any_framework.py", line' in last.traceback
+    function, x = make[caller](good)
+    y = function(x)
+    assert (y.detach() if isinstance(y, torch.Tensor) else np.asarray(y)).tolist() == [2, 2, 2]
 
 
 # ---- R37: second order and forward mode ----------------------------------------------------------------------------
@@ -686,6 +732,14 @@ def test_r42_compiled_programs_release_nothing_and_are_bounded(worker_of: Worker
             before = resident_mb(worker)
     close(x_bar, np.full(4096, 3.0))
     assert resident_mb(worker) - before < 64
+
+
+@every_worker
+def test_r42_the_gradient_of_a_scan_of_1000(remote: Any) -> None:
+    """A thousand forwards are kept at once: no bound in number drops the first of them."""
+    f = remote("first_only")
+    scan = lambda x: jax.lax.scan(lambda c, _: (f(c, x) * 0.5, None), x, None, length=1000)[0].sum()  # noqa: E731
+    close(jax.jit(jax.grad(scan))(jnp.asarray(W)), np.ones(4))
 
 
 @every_worker
