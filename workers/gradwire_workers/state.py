@@ -62,7 +62,11 @@ class State:
             "state_dict": lambda program: program.state_dict(),
             "load_state_dict": self._load_state_dict,
             "grads": lambda program: program.grads(),
-            "functional": lambda program, buffers: self._register(program.functional(bool(buffers))),
+            "functional": lambda program, buffers, training=None: self._register(
+                program.functional(bool(buffers))
+                if training is None
+                else program.functional(bool(buffers), training)
+            ),
             "optimizer": self._make_optimizer,
             "step": self._step,
             "zero_grad": lambda program, number: self._optimizer(program, number).zero_grad(),

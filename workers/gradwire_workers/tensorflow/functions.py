@@ -35,17 +35,24 @@ def _call(target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 class Target:
-    """The module in one mode. ``control_flow``: Python's ``if`` and ``while`` over tensors become TensorFlow's."""
+    """The module in one mode. around: what calls it, with the way to do so in front of what the caller gave."""
 
-    def __init__(self, module: Module, mode: bool | None) -> None:
-        self._module, self._mode, self._call = module, mode, _call
+    def __init__(self, module: Module, mode: bool | None, around: Callable[..., Any] | None = None) -> None:
+        self._module, self._mode, self._around, self._call = module, mode, around, _call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            self._plain(*args, **kwargs)
+            if self._around is None
+            else self._around(self._plain, *args, **kwargs)
+        )
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._module.target, args, self._module.keywords(kwargs, self._mode))
 
     @contextmanager
     def with_control_flow(self) -> Iterator[None]:
-        """Translate the target by AutoGraph; for good, if the body does not raise."""
+        """Python's ``if`` and ``while`` over tensors become TensorFlow's; for good, if the body does not raise."""
         before = self._call
         self._call = tf.autograph.to_graph(_call)
         try:
@@ -63,11 +70,21 @@ class Trace(NamedTuple):
 
 
 class SiteFunction:
-    """The target at one site and in one mode; ``owner`` is the program, for its trainable variables."""
+    """The target at one site and in one mode; ``owner`` is the program, for its trainable variables.
 
-    def __init__(self, owner: Any, module: Module, site: WorkerSite, mode: bool | None) -> None:
+    around: see `Target`.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        module: Module,
+        site: WorkerSite,
+        mode: bool | None,
+        around: Callable[..., Any] | None = None,
+    ) -> None:
         self._owner, self._site, self._module = owner, site, module
-        self._target = Target(module, mode)
+        self._target = Target(module, mode, around)
         self._flat = Flat(self._target, site, is_tensor)
         self._eager = site.compile is False
         self._trace_failed = False

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["Module", "value_of"]
+__all__ = ["Module", "resource_of", "value_of"]
 
 _KERAS = ("keras.", "tf_keras.", "tensorflow.python.keras.")
 _MODE_NAMES = ("training", "is_training")
@@ -142,6 +142,12 @@ def _named_in(module: tf.Module) -> tuple[dict[str, Any], set[int]]:
 def value_of(variable: Any) -> Any:
     """The tf.Variable that a Keras variable has inside, or itself."""
     return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def resource_of(variable: Any) -> Any:
+    """The same, without what Keras 2 wraps around it to cast it: what holds the memory."""
+    value = value_of(variable)
+    return value._variable if type(value).__name__.startswith("AutoCast") else value
 
 
 def _unique(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Callable, Mapping, NoReturn, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -11,6 +11,7 @@ import tensorflow as tf
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_workers.program import Residual, Result, WorkerSite
+from gradwire_workers.tensorflow.functional import WithBuffers, WithParameters
 from gradwire_workers.tensorflow.functions import SiteFunction
 from gradwire_workers.tensorflow.modules import Module, value_of
 from gradwire_workers.tensorflow.optimizers import TensorFlowOptimizer
@@ -22,6 +23,8 @@ MAX_SITES = 128
 
 class TensorFlowProgram:
     """One loaded target. Its gradients are accumulated here: TensorFlow's variables have no place for them."""
+
+    _around: Callable[..., Any] | None = None
 
     def __init__(self, target: Callable[..., Any], is_module: bool) -> None:
         self._module = Module(target)
@@ -53,7 +56,7 @@ class TensorFlowProgram:
         mode = self.training if site.training is None else site.training
         found = self._functions.get((site, mode))
         if found is None:
-            found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode)
+            found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode, self._around)
             if len(self._functions) > MAX_SITES:
                 self._functions.popitem(last=False)
         else:
@@ -124,10 +127,46 @@ class TensorFlowProgram:
             raise UsageError("optimizer(parameters=...): a TensorFlow worker has no parameter groups")
         return TensorFlowOptimizer(self, target, kwargs)
 
-    def functional(self, buffers: bool) -> NoReturn:
-        raise UsageError(
-            "functional(): a TensorFlow module keeps its parameters in its worker; train it there, by Remote.optimizer"
-        )
+    def functional(self, buffers: bool, training: bool | None = None) -> TensorFlowFunctional:
+        self._module.check_state()
+        return TensorFlowFunctional(self, self._module, buffers, training)
+
+
+class TensorFlowFunctional(TensorFlowProgram):
+    """A module as a function of its parameters; its state, and its mode unless it has one of its own, are the base's."""
+
+    def __init__(self, base: TensorFlowProgram, module: Module, buffers: bool, training: bool | None) -> None:
+        self._base, self._module, self._mode = base, module, training
+        self.is_module = True
+        self._around = (WithBuffers if buffers else WithParameters)(module)
+        self._gradients = base._gradients
+        self._functions = OrderedDict()
+
+    @property  # type: ignore[override]
+    def training(self) -> bool | None:
+        return self._base.training if self._mode is None or self._base.training is None else self._mode
+
+    @training.setter
+    def training(self, mode: bool | None) -> None:
+        pass
+
+    @property  # type: ignore[override]
+    def generation(self) -> int:
+        return self._base.generation
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._base.generation = number
+
+    def train(self, mode: bool) -> None:
+        self._base.train(mode)
+
+    def trainable_variables(self) -> dict[str, Any]:
+        """None that pullbacks could add gradients to: they go to the caller."""
+        return {}
+
+    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> TensorFlowOptimizer:
+        return self._base.optimizer(target, kwargs)
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""A TensorFlow module as a function of its parameters. See `gradwire_workers.program.Program.functional`."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import tensorflow as tf
+
+from gradwire_wire.errors import UsageError
+from gradwire_workers.tensorflow.modules import Module, resource_of, value_of
+from gradwire_workers.tensorflow.substitution import substituted
+
+__all__ = ["WithBuffers", "WithParameters"]
+
+
+class WithParameters:
+    """``(parameters, *args, **kwargs) -> result`` in one mode; how the module itself is called is ``call``'s business."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def __call__(self, call: Any, parameters: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with substituted(_given("parameter", self._module.trainable(), parameters)):
+            return call(*args, **kwargs)
+
+
+class WithBuffers:
+    """``(parameters, buffers, *args, **kwargs) -> (result, buffers)``."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def __call__(
+        self,
+        call: Any,
+        parameters: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        moving = _given("buffer", self._module.rest(), buffers)
+        with substituted({**_given("parameter", self._module.trainable(), parameters), **moving}):
+            result = call(*args, **kwargs)
+            return result, {name: tf.identity(variable.value()) for name, (variable, _) in moving.items()}
+
+
+def _given(kind: str, variables: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{name: (variable, value)}; UsageError for a name that is unknown, or a value of another shape or dtype."""
+    if not isinstance(values, Mapping):
+        raise UsageError(f"the {kind}s must be a dict by name, not a {type(values).__qualname__}")
+    unknown = [name for name in values if name not in variables]
+    if unknown:
+        hint = f"It has {', '.join(variables)}" if variables else "It has none yet: call it once"
+        raise UsageError(f"the module has no {kind} {', '.join(map(str, unknown))}. {hint}")
+    return {
+        name: (resource_of(variables[name]), _checked(name, variables[name], values[name])) for name in values
+    }
+
+
+def _checked(name: str, variable: Any, value: Any) -> Any:
+    want = value_of(variable)
+    have = tf.convert_to_tensor(value)
+    if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:
+        raise UsageError(
+            f"{name} is {want.dtype.name} of shape {tuple(want.shape)} in the module, and {have.dtype.name} of shape "
+            f"{tuple(have.shape)} in what was given"
+        )
+    return have
