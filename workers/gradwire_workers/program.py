@@ -143,13 +143,14 @@ class Program(Protocol):
         groups: each a dict of ``names``, a list of parameters, and options of their own; the others are left alone.
         """
 
-    def functional(self, buffers: bool) -> Program:
+    def functional(self, buffers: bool, training: bool | None = None) -> Program:
         """The module as a function of its parameters, which come as an argument and so get gradients like any other.
 
         Its target is called as ``(parameters, *args, **kwargs) -> result``, with ``parameters`` a dict by the names of
         `parameters`: those that are not in it stay the module's own. Buffers stay in the module and move there.
         With ``buffers`` they come and go instead: ``(parameters, buffers, *args, **kwargs) -> (result, buffers)``.
-        Mode and generation are the module's; the verbs about state act on the module.
+        Mode and generation are the module's; the verbs about state act on the module. With ``training`` its calls have
+        that mode instead, and the module has its own again after each of them.
         """
 
 
