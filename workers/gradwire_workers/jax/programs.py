@@ -172,7 +172,7 @@ class Program:
     def optimizer(self, target: Any, kwargs: dict[str, Any], groups: Any = None) -> Optimizer:
         _refuse("optimizer()")
 
-    def functional(self, buffers: bool) -> NoReturn:
+    def functional(self, buffers: bool, training: bool | None = None) -> NoReturn:
         _refuse("functional()")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Mapping
 
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["Module", "resource_of", "value_of"]
+__all__ = ["Module", "problems_of_state", "resource_of", "unique_names", "value_of"]
 
 _KERAS = ("keras.", "tf_keras.", "tensorflow.python.keras.")
 _MODE_NAMES = ("training", "is_training")
@@ -74,7 +74,9 @@ class Module:
             return _named_in(self.target)
         found = self._listed("weights" if self.is_keras else "variables")
         trainable = {id(v) for v in self._listed("trainable_variables")}
-        return _unique((getattr(v, "path", None) or v.name.partition(":")[0], v) for v in found), trainable
+        return unique_names(
+            (getattr(v, "path", None) or v.name.partition(":")[0], v) for v in found
+        ), trainable
 
     def random_states(self) -> list[Any]:
         """The variables of Keras's random generators in it."""
@@ -136,7 +138,7 @@ def _named_in(module: tf.Module) -> tuple[dict[str, Any], set[int]]:
             for v in x.weights:
                 found.setdefault(id(v), (f"{name}/{getattr(v, 'path', v.name)}", v))
             trainable.update(id(v) for v in x.trainable_variables)
-    return _unique(found.values()), trainable
+    return unique_names(found.values()), trainable
 
 
 def value_of(variable: Any) -> Any:
@@ -150,11 +152,34 @@ def resource_of(variable: Any) -> Any:
     return value._variable if type(value).__name__.startswith("AutoCast") else value
 
 
-def _unique(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Variables by name, numbered where a name is not unique."""
     found: dict[str, Any] = {}
     for name, variable in named:
         number, free = 1, name
         while free in found:
             free, number = f"{name}_{number}", number + 1
         found[free] = variable
+    return found
+
+
+def problems_of_state(variables: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
+    """Why these values cannot be assigned to these variables."""
+    missing = [name for name in variables if name not in state]
+    unexpected = [name for name in state if name not in variables]
+    found = []
+    if strict and missing:
+        found.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        hint = "" if variables else " (the module has no variables yet: call it once)"
+        found.append(f"unexpected: {', '.join(unexpected)}{hint}")
+    for name in variables:
+        value = state.get(name)
+        if value is None:
+            continue
+        want, have = value_of(variables[name]), tf.convert_to_tensor(value)
+        if tuple(have.shape) != tuple(want.shape):
+            found.append(f"{name} has shape {tuple(want.shape)}, not {tuple(have.shape)}")
+        elif have.dtype != want.dtype:
+            found.append(f"{name} has dtype {want.dtype.name}, not {have.dtype.name}: convert it first")
     return found

@@ -13,7 +13,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_workers.program import Residual, Result, WorkerSite
 from gradwire_workers.tensorflow.functional import WithBuffers, WithParameters
 from gradwire_workers.tensorflow.functions import SiteFunction
-from gradwire_workers.tensorflow.modules import Module, value_of
+from gradwire_workers.tensorflow.modules import Module, problems_of_state, value_of
 from gradwire_workers.tensorflow.optimizers import TensorFlowOptimizer
 
 __all__ = ["TensorFlowProgram"]
@@ -32,6 +32,7 @@ class TensorFlowProgram:
         self.training = None if self._module.mode_name is None else False
         self.generation = 0
         self._gradients: dict[str, Any] = {}
+        self._frozen: list[str] = []
         self._functions: OrderedDict[Any, SiteFunction] = OrderedDict()
 
     # ---- Calls -------------------------------------------------------------------------------------------------------
@@ -70,9 +71,13 @@ class TensorFlowProgram:
         if self.training is not None:
             self.training = mode
 
-    def trainable_variables(self) -> dict[str, Any]:
+    def all_trainable(self) -> dict[str, Any]:
         """By name; none where the target has no state."""
         return self._module.trainable() if self._module.has_state else {}
+
+    def trainable_variables(self) -> dict[str, Any]:
+        """Those that learn: without what `requires_grad` has frozen."""
+        return {n: v for n, v in self.all_trainable().items() if n not in self._frozen}
 
     def trainable_names(self) -> list[str]:
         return list(self.trainable_variables())
@@ -101,7 +106,7 @@ class TensorFlowProgram:
 
     def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> None:
         variables = self._module.named()
-        problems = _problems(variables, state, strict)
+        problems = problems_of_state(variables, state, strict)
         if problems:
             raise UsageError("load_state_dict: " + "; ".join(problems))
         for name, variable in variables.items():
@@ -112,20 +117,27 @@ class TensorFlowProgram:
     def grads(self) -> dict[str, Any]:
         return {name: self._gradients.get(name) for name in self._module.trainable()}
 
-    def requires_grad(self, flag: bool, names: Sequence[str]) -> NoReturn:
-        raise UsageError("requires_grad_(): set trainable=False on the layers, in the factory")
+    def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
+        self._module.check_state()
+        self._frozen = [
+            n
+            for n in self._module.trainable()
+            if (n in self._frozen or n in names) and not (flag and n in names)
+        ]
+        for name in self._frozen:
+            self._gradients.pop(name, None)
 
     def aliases(self) -> dict[str, str]:
         return {}
 
     def frozen(self) -> list[str]:
-        return []
+        return list(self._frozen)
 
-    def optimizer(self, target: Any, kwargs: dict[str, Any], groups: Any = None) -> TensorFlowOptimizer:
+    def optimizer(
+        self, target: Any, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]] | None = None
+    ) -> TensorFlowOptimizer:
         self._module.check_state()
-        if groups is not None:
-            raise UsageError("optimizer(parameters=...): a TensorFlow worker has no parameter groups")
-        return TensorFlowOptimizer(self, target, kwargs)
+        return TensorFlowOptimizer(self, target, kwargs, groups)
 
     def functional(self, buffers: bool, training: bool | None = None) -> TensorFlowFunctional:
         self._module.check_state()
@@ -142,7 +154,7 @@ class TensorFlowFunctional(TensorFlowProgram):
         self._gradients = base._gradients
         self._functions = OrderedDict()
 
-    @property  # type: ignore[override]
+    @property
     def training(self) -> bool | None:
         return self._base.training if self._mode is None or self._base.training is None else self._mode
 
@@ -150,7 +162,7 @@ class TensorFlowFunctional(TensorFlowProgram):
     def training(self, mode: bool | None) -> None:
         pass
 
-    @property  # type: ignore[override]
+    @property
     def generation(self) -> int:
         return self._base.generation
 
@@ -165,31 +177,18 @@ class TensorFlowFunctional(TensorFlowProgram):
         """None that pullbacks could add gradients to: they go to the caller."""
         return {}
 
-    def optimizer(self, target: Any, kwargs: dict[str, Any]) -> TensorFlowOptimizer:
-        return self._base.optimizer(target, kwargs)
+    def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
+        self._base.requires_grad(flag, names)
+
+    def frozen(self) -> list[str]:
+        return self._base.frozen()
+
+    def optimizer(
+        self, target: Any, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]] | None = None
+    ) -> TensorFlowOptimizer:
+        return self._base.optimizer(target, kwargs, groups)
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The values of this moment: variables copy on write."""
     return {name: tf.convert_to_tensor(value_of(v)) for name, v in variables.items()}
-
-
-def _problems(variables: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
-    missing = [name for name in variables if name not in state]
-    unexpected = [name for name in state if name not in variables]
-    found = []
-    if strict and missing:
-        found.append(f"missing: {', '.join(missing)}")
-    if strict and unexpected:
-        hint = "" if variables else " (the module has no variables yet: call it once)"
-        found.append(f"unexpected: {', '.join(unexpected)}{hint}")
-    for name in variables:
-        value = state.get(name)
-        if value is None:
-            continue
-        want, have = value_of(variables[name]), tf.convert_to_tensor(value)
-        if tuple(have.shape) != tuple(want.shape):
-            found.append(f"{name} has shape {tuple(want.shape)}, not {tuple(have.shape)}")
-        elif have.dtype != want.dtype:
-            found.append(f"{name} has dtype {want.dtype.name}, not {have.dtype.name}: convert it first")
-    return found

@@ -9,6 +9,7 @@ would be missing:
     in Python        asking for ``handle``, as all operations on a variable do, is a UsageError
     in a graph       afterwards, that no operation takes the handle of the variable
     in eager code    afterwards, that no tape has seen the variable being read
+    by a rule        tf.custom_gradient (tf.recompute_grad) asks for the handles of the variables read in its function
 
 The target's own tf.functions are not traced for themselves meanwhile, but called as the Python that they are (in a
 trace by way of AutoGraph): a trace of theirs may have the handle, or would be kept with the tensors of this call in it.
@@ -21,6 +22,7 @@ from functools import lru_cache
 from typing import Any, Iterator, Mapping
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
@@ -28,6 +30,7 @@ from gradwire_wire.errors import UsageError
 
 __all__ = ["substituted"]
 
+_note_access = pywrap_tfe.TFE_Py_VariableWatcherVariableAccessed
 _Function = type(tf.function(lambda: None))
 _STANDS_FOR = "_gradwire_stands_for"
 _NAME = "_gradwire_name"
@@ -41,6 +44,9 @@ class _Standing:
     """What a variable's class has in front of it for the time of a call."""
 
     def value(self) -> Any:
+        _note_access(
+            self
+        )  # for tf.custom_gradient, which loses gradients of tensors that are not its arguments
         return self.__dict__[_STANDS_FOR]
 
     def read_value(self) -> Any:
@@ -92,14 +98,14 @@ class _Standing:
 
 
 @lru_cache(maxsize=None)
-def _standing_class(kind: type) -> type:
+def _standing_class(kind: Any) -> Any:
     return type(kind.__name__, (_Standing, kind), {})
 
 
 def _direct(name: str) -> str:
     return (
         f"the module uses its variable {name} in a way that would not see the value given for it (a SavedModel, a "
-        "compiled concrete function, or an operation on the variable itself). Train it in its worker: "
+        "compiled concrete function, tf.recompute_grad, or an operation on the variable itself). Train it in its worker: "
         'net.optimizer("keras.optimizers:Adam") and gw.jax.functional(net, owner="worker") or a plain call'
     )
 
@@ -118,7 +124,8 @@ def substituted(given: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
     try:
         for name, (variable, tensor) in given.items():
             variable.__dict__.update({_STANDS_FOR: tensor, _NAME: name})
-            variable.__class__ = _standing_class(type(variable))
+            kind: Any = type(variable)
+            variable.__class__ = _standing_class(kind)
         with tf.GradientTape() as probe, _explained():
             yield
         _check_unread(variables, handles, probe)
@@ -136,9 +143,12 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except SystemError as error:
-        if isinstance(error.__cause__, _NotItsOwn):
-            raise UsageError(str(error.__cause__)) from error
-        raise
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, _NotItsOwn):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise UsageError(str(cause)) from error
 
 
 def _inlined(function: Any, *args: Any, **kwargs: Any) -> Any:
