@@ -334,3 +334,23 @@ def test_a_compiled_module_and_a_batch() -> None:
         ("T", (0,), 1), (*axes, True), [torch.ones(5, 4, dtype=torch.float64)], torch.arange(5).numpy()
     )
     assert_equal([rows[0].sum(0)], pair.local_gradients()[1][:1])
+
+
+def test_a_mode_of_its_own_also_where_the_pullback_runs_the_forward_again() -> None:
+    net = Checkpointed().double()
+    net.outer.eval()
+    local = copy.deepcopy(net).eval()
+    modes = {name: part.training for name, part in net.named_modules()}
+    base = engine.program(net, is_module=True)
+    functional = base.functional(False, False)
+    structure, leaves = flatten([[base.parameters(), X], {}], is_tensor)
+    result, kept = functional.keep(WorkerSite(structure, training=False), (), leaves)
+    assert functional.training is False and {n: p.training for n, p in net.named_modules()} == modes
+    wrt = tuple(range(len(leaves) - 1))
+    found, _ = kept.derive(("T", wrt, 1), [torch.ones_like(result.tensors[0])], keep=False, accumulate=False)
+    expected = local(X)
+    wanted = torch.autograd.grad(expected.sum(), list(local.parameters()))
+    torch.testing.assert_close(result.tensors[0], expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(list(found), list(wanted), rtol=1e-12, atol=1e-12)
+    assert {n: p.training for n, p in net.named_modules()} == modes
+    assert base.training is True and base.buffers()["inner.1.num_batches_tracked"] == 0

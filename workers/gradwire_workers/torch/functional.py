@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
@@ -30,10 +31,13 @@ _do: Callable[[Iterable[Any]], None] = deque(maxlen=0).extend
 
 
 class _Places:
-    """Where a module finds its tensors: the dicts of its parts. Tied parameters are in several places."""
+    """Where a module finds its tensors: the dicts of its parts. Tied parameters are in several places.
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    mode: the one that it runs in meanwhile; None is its own.
+    """
+
+    def __init__(self, module: Any, mode: bool | None = None) -> None:
+        self._module, self._mode = module, mode
         self._parameters = _found(module, "_parameters", module.named_parameters())
         self._buffers = _found(module, "_buffers", module.named_buffers())
 
@@ -53,6 +57,7 @@ class _Places:
         parts = [part for (part, _), _ in given]
         own = [{key: part[key]} for (part, key), _ in given]
         new = [{key: x} for (_, key), x in given]
+        modes = self._enter_mode()
         try:
             _do(map(dict.update, parts, new))
             result = function(*args, **kwargs)
@@ -62,6 +67,15 @@ class _Places:
             return result
         finally:
             _do(map(dict.update, parts, own))
+            _do(map(setattr, modes, repeat("training"), modes.values()))
+
+    def _enter_mode(self) -> dict[Any, bool]:
+        """The modes of all parts before that, if they have changed: parts may have modes of their own."""
+        if self._mode is None or self._mode == self._module.training:
+            return {}
+        before = {part: part.training for part in self._module.modules()}
+        self._module.train(self._mode)
+        return before
 
     def _checked(self, what: str, name: str, x: Any) -> list[tuple[dict[str, Any], str]]:
         """The places of this name. UsageError where it does not fit: torch would broadcast a wrong shape."""
@@ -92,8 +106,8 @@ def _found(
 class _WithParameters:
     """``(parameters, *args, **kwargs) -> result``."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._places = module, _Places(module)
+    def __init__(self, module: Any, mode: bool | None = None) -> None:
+        self._module, self._places = module, _Places(module, mode)
 
     def __call__(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return self._places.call(parameters, {}, self._module, *args, **kwargs)
@@ -166,17 +180,21 @@ class TorchFunctional(TorchProgram):
     Raises UsageError for modules whose tensors cannot be replaced while they run.
     """
 
-    def __init__(self, base: TorchProgram, buffers: bool) -> None:
+    def __init__(self, base: TorchProgram, buffers: bool, training: bool | None = None) -> None:
         module = base._state()
         _check(module)
-        self._base = base
+        self._base, self._mode = base, training
         super().__init__(module, base._device or torch.device("cpu"))
-        self._target: Any = (_WithBuffers if buffers else _WithParameters)(module)
+        self._target: Any = (_WithBuffers if buffers else _WithParameters)(module, training)
         self._seen: set[Any] = set()
 
     def trainable(self) -> list[Any]:
         """None: gradients go to the caller."""
         return []
+
+    @property
+    def training(self) -> bool | None:
+        return self._base.training if self._mode is None else self._mode
 
     @property
     def generation(self) -> int:

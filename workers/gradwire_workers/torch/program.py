@@ -211,10 +211,10 @@ class TorchProgram:
     ) -> TorchOptimizer:
         return TorchOptimizer(self, self._state(), target, kwargs, groups)
 
-    def functional(self, buffers: bool) -> TorchProgram:
+    def functional(self, buffers: bool, training: bool | None = None) -> TorchProgram:
         from gradwire_workers.torch.functional import TorchFunctional  # which is a program itself
 
-        return TorchFunctional(self, buffers)
+        return TorchFunctional(self, buffers, training)
 
 
 def _result(site: WorkerSite, word: tuple[Any, ...], results: Sequence[Any], structure: bytes) -> Result:
