@@ -6,7 +6,7 @@
 ...     energy = worker.function("physics.py:energy")
 ...     y, pullback = energy.vjp(x)
 
-Importing this package imports no framework: ``gw.torch``, ``gw.jax`` and ``gw.tensorflow`` are
+Importing this package imports no framework: ``gw.torch``, ``gw.jax``, ``gw.tensorflow`` and ``gw.keras`` are
 loaded on first use, by the program that has that framework anyway.
 """
 
@@ -75,7 +75,7 @@ __all__ = [
     "to_torch",
 ]
 
-_FACES = ("jax", "tensorflow", "torch")
+_FACES = ("jax", "keras", "tensorflow", "torch")
 
 
 def __getattr__(name: str) -> Any:

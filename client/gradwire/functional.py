@@ -26,15 +26,17 @@ class FunctionalHandle(Handle):
     """The handle of a module's functional form. Loaded again with its module when the worker was restarted.
 
     buffers: whether they come as the second argument and go back with the result, or stay in the worker.
+    training: the mode of its calls, whatever the module's is; None is the module's.
     """
 
-    def __init__(self, module: Handle, buffers: bool) -> None:
-        self._module, self._buffers = module, buffers
+    def __init__(self, module: Handle, buffers: bool, training: bool | None = None) -> None:
+        self._module, self._buffers, self._mode = module, buffers, training
         super().__init__(module._connect, "module", module._target, b"", [])
 
     def _load(self, connection: Connection) -> None:
         self._module._ready()
-        structure, _ = flatten([[self._buffers], {}], is_leaf)
+        mode = [] if self._mode is None else [self._mode]
+        structure, _ = flatten([[self._buffers, *mode], {}], is_leaf)
         reply, _ = connection.request(
             lambda call_id, headers: messages.State(
                 call_id, self._module._remote, "functional", structure, headers
@@ -55,8 +57,9 @@ class FunctionalHandle(Handle):
 
     @property
     def training(self) -> bool | None:
-        """The module's mode."""
-        return self._module.training
+        """The mode of its calls; None where the module has no modes."""
+        own = self._module.training
+        return own if own is None or self._mode is None else self._mode
 
     @training.setter
     def training(self, value: bool | None) -> None: ...
@@ -66,16 +69,17 @@ class Functional:
     """What a face needs of a remote module whose parameters its caller owns.
 
     buffers: whether they are explicit: an argument and a result of each call.
+    training: see `FunctionalHandle`.
     """
 
-    def __init__(self, remote: Remote, *, buffers: bool = False) -> None:
+    def __init__(self, remote: Remote, *, buffers: bool = False, training: bool | None = None) -> None:
         if not remote.handle.is_module:
             raise UsageError(
                 f"{remote!r} is a function and has no parameters. Load a module with worker.module(...), from a "
                 "factory that returns one"
             )
         self.remote, self.has_explicit_buffers = remote, buffers
-        self.handle = FunctionalHandle(remote.handle, buffers)
+        self.handle = FunctionalHandle(remote.handle, buffers, training)
 
     def frozen(self) -> list[str]:
         """The parameters that `Remote.requires_grad_` has frozen, or the module itself."""
@@ -87,11 +91,11 @@ class Functional:
         With ``[[parameters, buffers, *args], kwargs]`` a call in training mode moves nothing in the worker: it is
         stateful only by its random numbers, which a seed fixes.
         """
-        remote = self.remote
-        moves = bool(remote.handle.training) and not (
+        remote, training = self.remote, self.handle.training
+        moves = bool(training) and not (
             self.has_explicit_buffers and remote._options.seed is not None  # traced or not
         )
-        return remote._site(structure, stateful=moves)
+        return remote._site(structure, stateful=moves, training=training)
 
     def flatten(
         self, parameters: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradwire.derived import Derived
-from gradwire.tensorflow.shapes import StaticAval, static_results
+from gradwire.static_shapes import StaticAval, static_results
 from gradwire.tensorflow.tapes import has_tangents, is_forward_mode, is_inner, is_recorded
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import UnsupportedTensorError, UsageError

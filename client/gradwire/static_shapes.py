@@ -48,8 +48,8 @@ def static_results(fn: Derived, operands: Sequence[StaticAval]) -> tuple[list[St
 def _of_target(handle: Handle, site: Site, avals: Sequence[StaticAval]) -> tuple[list[StaticAval], bytes]:
     if any(a.shape is None for a in avals):
         raise UsageError(
-            f"{handle.name}: an argument has no known rank in this tf.function, so the shapes of the results cannot "
-            "be found out. Give the tf.function an input_signature, or the tensor a shape (tf.ensure_shape)"
+            f"{handle.name}: an argument has no known rank in this traced program, so the shapes of the results cannot "
+            "be found out. Give it a shape (an input_signature, tf.ensure_shape, keras.Input)"
         )
     if all(None not in (a.shape or ()) for a in avals):
         result = _probe(handle, site, avals, 0)

@@ -1,0 +1,262 @@
+"""A remote module as a Keras layer: `Layer`. For Keras 3 with any of its backends.
+
+The layer has the remote module's parameters as Keras variables of its own, and each call takes their values along. So
+gradients, optimizers, `model.fit`, `assign` and weight files are Keras's business, as with any layer; what is remote is only the call.
+The call itself is made by the face of the backend's tensors: `gradwire.tensorflow`, `gradwire.jax` or `gradwire.torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import keras
+import numpy as np
+
+from gradwire.conversion import to_numpy
+from gradwire.derived import Derived
+from gradwire.families import face_named, family_of_call, is_leaf
+from gradwire.functional import Functional
+from gradwire.static_shapes import StaticAval, static_results
+from gradwire_wire.dtypes import dtype_named
+from gradwire_wire.errors import DtypeError, UsageError
+from gradwire_wire.structures import fill, flatten
+
+if TYPE_CHECKING:
+    from gradwire.remote import Remote
+
+__all__ = ["Layer"]
+
+if not hasattr(keras, "KerasTensor"):
+    raise UsageError(f"gw.keras needs Keras 3, and this is Keras {keras.__version__}: pip install -U keras")
+
+try:
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+except ImportError:  # then a shape probe of the torch backend may be a real call
+
+    def in_symbolic_scope() -> bool:
+        return False
+
+
+_BUFFERS = "worker."
+
+
+class Layer(keras.layers.Layer):
+    """A Keras layer that calls ``remote``, with the remote module's parameters as its trainable weights.
+
+    They are named after the remote's (``"0.weight"`` becomes ``0_weight``), have the values that the remote has now, and
+    are the caller's from then on. What `Remote.requires_grad_` has frozen stays in the worker; ``layer.trainable = False``
+    freezes the rest, as in any layer. Buffers (BatchNorm's statistics) stay in the worker and move once for each call in
+    training mode; weight files have them all the same. With ``buffers="explicit"`` they are non-trainable weights here,
+    and a call changes nothing in the worker.
+
+    A call is in the mode that Keras says (``training=``, else that of the call around it, else evaluation), whatever
+    `Remote.train` has set. Inputs go as they are; with ``dtype`` given they are cast, as by other layers.
+    A model with this layer cannot be compiled by XLA under TensorFlow (Keras sees that); under JAX it can.
+
+    Raises UsageError for a remote that is no module, DtypeError for parameters that this backend would narrow.
+    """
+
+    def __init__(self, remote: Remote, *, buffers: str = "worker", dtype: Any = None, **kwargs: Any) -> None:
+        if buffers not in ("worker", "explicit"):
+            raise UsageError(f"buffers must be 'worker' or 'explicit', not {buffers!r}")
+        explicit = buffers == "explicit"
+        by_mode = {mode: Functional(remote, buffers=explicit, training=mode) for mode in (False, True)}
+        super().__init__(dtype=dtype, autocast=dtype is not None, **kwargs)
+        self.supports_jit = keras.backend.backend() == "jax"
+        self._remote, self._by_mode, self._explicit = _Untracked(remote), _Untracked(by_mode), explicit
+        self._own: _Untracked = _Untracked(({}, {}))
+        self._has_weights = False
+        self._take_weights()
+
+    @property
+    def remote(self) -> Remote:
+        """What it calls."""
+        remote: Remote = self._remote.value
+        return remote
+
+    # ---- Weights -----------------------------------------------------------------------------------------------------
+
+    def _take_weights(self) -> None:
+        """Make variables of what the remote has; nothing where it has none yet (a Keras model that was not called)."""
+        remote = self.remote.options(family="numpy")
+        frozen = set(self._by_mode.value[False].frozen())
+        parameters = {n: x for n, x in remote.parameters().items() if n not in frozen}
+        buffers = remote.buffers()
+        if not (parameters or buffers or frozen):
+            return
+        names = _variable_names([*parameters, *(buffers if self._explicit else ())])
+        own = {n: self._weight(names[n], x, True) for n, x in parameters.items()}
+        moving = {n: self._weight(names[n], x, False) for n, x in buffers.items()} if self._explicit else {}
+        self._own = _Untracked((own, moving))
+        self._has_weights = self.built = True
+
+    def _weight(self, name: str, value: np.ndarray, trainable: bool) -> Any:
+        dtype = value.dtype.name
+
+        def initial(shape: Any, dtype: Any = None) -> Any:
+            return keras.ops.convert_to_tensor(value, dtype=dtype)
+
+        variable = self.add_weight(
+            name=name,
+            shape=value.shape,
+            dtype=dtype,
+            initializer=initial,
+            trainable=trainable,
+            autocast=False,
+        )
+        kept = keras.backend.standardize_dtype(variable.value.dtype)
+        if kept != dtype:
+            raise DtypeError(
+                f"{name} of {self.remote.handle.name} is {dtype}, which Keras's {keras.backend.backend()} backend would "
+                f"narrow to {kept} here. Allow it (jax.config.update('jax_enable_x64', True)), or load the module in {kept}"
+            )
+        return variable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._has_weights:
+            self._build_remote(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _build_remote(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A spec makes the weights that the module makes at its first call. Once; a module may have none at all."""
+        kwargs = {name: x for name, x in kwargs.items() if name != "training"}
+        structure, leaves = flatten([list(args), kwargs], _is_symbolic_leaf)
+        site = self.remote._site(structure, training=self.remote.training)
+        static_results(Derived(self.remote.handle, site), [_static_aval(x) for x in leaves])
+        self._take_weights()
+        self._has_weights = self.built = True
+
+    # ---- Calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, *args: Any, training: Any = None, **kwargs: Any) -> Any:
+        if keras.backend.backend() == "torch" and in_symbolic_scope():
+            return self._probe(args, training, kwargs)
+        functional, own, moving = self._at(training)
+        # copies: what is assigned below must not change what a pullback will send (in torch it would)
+        buffers = [{n: keras.ops.copy(v.value) for n, v in moving.items()}] if self._explicit else []
+        site, leaves = functional.flatten({n: v.value for n, v in own.items()}, (*buffers, *args), kwargs)
+        face = face_named(family_of_call(leaves, site.structure, keras.backend.backend()))
+        result = face.call(functional.handle, site, leaves)
+        if not self._explicit:
+            return result
+        result, moved = result
+        if functional.handle.training:
+            for name, variable in moving.items():
+                variable.assign(moved[name])
+        return result
+
+    def compute_output_spec(self, *args: Any, training: Any = None, **kwargs: Any) -> Any:
+        """By asking the worker once for each signature; nothing runs there for real."""
+        functional, own, moving = self._at(training)
+        state = [own, moving] if self._explicit else [own]
+        structure, leaves = flatten([[*state, *args], kwargs], _is_symbolic_leaf)
+        site, operands = functional.site(structure), [*functional.remote.seed_operand, *leaves]
+        avals, structure = static_results(
+            Derived(functional.handle, site), [_static_aval(x) for x in operands]
+        )
+        result = fill(structure, [keras.KerasTensor(a.shape, a.dtype.name) for a in avals])
+        return result[0] if self._explicit else result
+
+    def _at(self, training: Any) -> tuple[Functional, dict[str, Any], dict[str, Any]]:
+        if training is not None and not isinstance(training, (bool, int, np.bool_)):
+            raise UsageError(
+                f"{self.name}: training must be True or False, not {training!r:.80}: a remote mode is no tensor"
+            )
+        return self._by_mode.value[bool(training)], *self._own.value
+
+    def _probe(self, args: tuple[Any, ...], training: Any, kwargs: dict[str, Any]) -> Any:
+        """Keras's torch backend finds shapes out by calling with tensors of ones."""
+        spec = self.compute_output_spec(*args, training=training, **kwargs)
+        return keras.tree.map_structure(lambda y: keras.ops.zeros(y.shape, y.dtype), spec)
+
+    # ---- Saving ------------------------------------------------------------------------------------------------------
+
+    def save_own_variables(self, store: Any) -> None:
+        """All weights by name, and the buffers that the worker has."""
+        for variable in self._all_own():
+            store[variable.name] = to_numpy(variable.value)
+        for key, (_, value) in self._remote_buffers().items():
+            store[key] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """The same back, those of the worker to the worker; all or nothing."""
+        variables, buffers = {v.name: v for v in self._all_own()}, self._remote_buffers()
+        wanted = {
+            **{n: tuple(v.shape) for n, v in variables.items()},
+            **{k: x.shape for k, (_, x) in buffers.items()},
+        }
+        found = {key: np.asarray(store[key]) for key in list(store.keys())}
+        problems = list(_problems(wanted, found))
+        if problems:
+            hint = "" if self._has_weights else ". It has no weights yet: call it once"
+            raise UsageError(f"{self.name}: nothing was loaded: {'; '.join(problems)}{hint}")
+        if buffers:
+            state = {name: found[key].astype(value.dtype) for key, (name, value) in buffers.items()}
+            self.remote.load_state_dict(state, strict=False)
+        for name, variable in variables.items():
+            variable.assign(found[name])
+
+    def _all_own(self) -> Iterable[Any]:
+        own, moving = self._own.value
+        return [*own.values(), *moving.values()]
+
+    def _remote_buffers(self) -> dict[str, tuple[str, Any]]:
+        """Of the worker, by their names in a file."""
+        if self._explicit or not self._has_weights:
+            return {}
+        buffers = self.remote.options(family="numpy").buffers()
+        names = _variable_names(buffers)
+        return {f"{_BUFFERS}{names[n]}": (n, x) for n, x in buffers.items()}
+
+    def get_config(self) -> NoReturn:
+        raise UsageError(
+            f"{self.name} calls a module of another process ({self.remote.handle.name}), which cannot be written into a "
+            "file. Save the weights (model.save_weights, model.load_weights), and make the model again around "
+            "gw.keras.Layer(remote)"
+        )
+
+
+class _Untracked:
+    """Keeps Keras from looking into what an attribute holds: it copies dicts, and makes layers of torch modules."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _variable_names(names: Iterable[str]) -> dict[str, str]:
+    """Names that every backend takes, without / and dots; numbered where two become the same."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain = name.replace("/", "_").replace(".", "_")
+        number, free = 1, plain
+        while free in found.values():
+            free, number = f"{plain}_{number}", number + 1
+        found[name] = free
+    return found
+
+
+def _is_symbolic_leaf(x: Any) -> bool:
+    return isinstance(x, (keras.KerasTensor, keras.Variable)) or is_leaf(x)
+
+
+def _static_aval(x: Any) -> StaticAval:
+    name = keras.backend.standardize_dtype(x.dtype)
+    dtype = dtype_named(name)
+    if dtype is None:
+        raise DtypeError(f"a tensor of dtype {name} cannot be sent: convert it")
+    shape = getattr(x, "shape", None)
+    return StaticAval(None if shape is None or getattr(shape, "rank", 0) is None else tuple(shape), dtype)
+
+
+def _problems(wanted: Mapping[str, Sequence[int]], found: Mapping[str, np.ndarray]) -> Iterator[str]:
+    missing, unexpected = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
+    if missing:
+        yield f"missing: {', '.join(missing)}"
+    if unexpected:
+        yield f"unexpected: {', '.join(unexpected)}"
+    for name, shape in wanted.items():
+        if name in found and found[name].shape != tuple(shape):
+            yield f"{name} has shape {tuple(shape)}, not {found[name].shape}"

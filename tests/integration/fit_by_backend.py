@@ -1,0 +1,57 @@
+"""A program that `test_keras_layer` runs with each backend of Keras: a remote torch block trained by `model.fit`.
+
+Arguments: the torch interpreter, the folder of targets, where the weights go. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+
+import gradwire as gw
+
+X = np.random.default_rng(0).normal(size=(64, 5)).astype("float32")
+Y = (X[:, :1] * X[:, 1:2]).astype("float32")
+
+
+def make_model(net: gw.Remote, **options: Any) -> tuple[Any, Any]:
+    layer = gw.keras.Layer(net, name="block", **options)
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones", name="head")(layer(inputs)))
+    model.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse")
+    return model, layer
+
+
+def main(python: str, targets: str, weights: str) -> dict[str, Any]:
+    with gw.connect() as bridge:
+        worker = bridge.worker("torch", python=python, path=[targets], threads=1)
+        nets = [worker.module("keras_torch:make_block", "float32") for _ in range(2)]
+        model, layer = make_model(nets[0])
+        counted = [int(nets[0].buffers()["1.num_batches_tracked"])]
+        history = model.fit(X, Y, epochs=3, batch_size=16, shuffle=False, verbose=0).history["loss"]
+        counted.append(int(nets[0].buffers()["1.num_batches_tracked"]))
+        loss, predicted = model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
+        counted.append(int(nets[0].buffers()["1.num_batches_tracked"]))
+        model.save_weights(weights)
+        other, _ = make_model(nets[1])
+        other.load_weights(weights)
+        first = layer.trainable_weights[0]
+        first.assign(first * 0)
+        return {
+            "jit": model.jit_compile,
+            "history": history,
+            "loss": float(loss),
+            "counted": counted,
+            "again": bool((other.predict(X, verbose=0) == predicted).all()),
+            "assigned": bool((model.predict(X, verbose=0) != predicted).any()),
+            "output": str(model.output.shape),
+            "names": [v.name for v in layer.weights],
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,320 @@
+"""Remote modules as Keras layers, and Keras models in the loops of others: against all-local models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradwire as gw
+
+HERE = Path(__file__).parent
+Workers = Callable[[str], gw.Worker]
+X = np.random.default_rng(0).normal(size=(16, 6))
+IDS = np.random.default_rng(1).integers(0, 11, (8, 5))
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    return np.asarray(x.numpy())
+
+
+# ---- Training as the all-local model ---------------------------------------------------------------------------------
+
+
+def make_ends(dtype: str) -> tuple[Any, Any]:
+    keras.utils.set_random_seed(1)
+    return keras.layers.Dense(5, dtype=dtype, name="first"), keras.layers.Dense(1, dtype=dtype, name="last")
+
+
+def local_training(dtype: str, steps: int) -> dict[str, np.ndarray]:
+    """The same three parts, all in torch."""
+    import torch
+
+    sys.path.insert(0, str(HERE / "targets"))
+    try:
+        import keras_torch
+    finally:
+        sys.path.pop(0)
+    net = keras_torch.make_block(dtype)
+    linears = [torch.nn.Linear(6, 5), torch.nn.Linear(4, 1)]
+    ends = make_ends(dtype)
+    for linear, end, size in zip(linears, ends, (6, 4), strict=True):
+        end.build((None, size))
+        linear.to(net[0].weight.dtype)
+        with torch.no_grad():
+            linear.weight.copy_(torch.tensor(as_numpy(end.kernel).T))
+            linear.bias.zero_()
+    model = torch.nn.Sequential(linears[0], net, linears[1])
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.0625, momentum=0.9
+    )  # exact in float32, as Keras keeps it
+    x = torch.tensor(X.astype(dtype))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(x) ** 2 - x[:, :1] * model[0](x)[:, :1]).mean().backward()
+        optimizer.step()
+    return {name: v.detach().numpy() for name, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "tf.function"])
+def test_r43_both_ends_and_the_remote_layer_train_as_the_local_model(
+    worker_of: Workers, dtype: str, tolerance: float, compiled: bool
+) -> None:
+    net = worker_of("torch").module("keras_torch:make_block", dtype)
+    first, last = make_ends(dtype)
+    layer, x = gw.keras.Layer(net), tf.constant(X, dtype)
+    optimizer = keras.optimizers.SGD(0.0625, momentum=0.875)
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            hidden = first(x)
+            # (the first stage is called twice, as in the oracle, so that its gradients meet in front of the remote)
+            loss = tf.reduce_mean(last(layer(hidden, training=True)) ** 2 - x[:, :1] * first(x)[:, :1])
+        variables = [*first.trainable_weights, *layer.trainable_weights, *last.trainable_weights]
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, [v.value for v in variables]), variables, strict=True)
+        )
+
+    steps = 50 if compiled else 10
+    first(x), last(layer(first(x)))
+    run = tf.function(step) if compiled else step
+    for _ in range(steps):
+        run()
+    wanted = local_training(dtype, steps)
+    got = {v.name: as_numpy(v) for v in layer.trainable_weights}
+    for name, value in wanted.items():
+        part, _, own = name.partition(".")
+        if part == "1" and "running" not in own and "num" not in own:
+            np.testing.assert_allclose(got[own.replace(".", "_")], value, tolerance, tolerance, err_msg=name)
+    np.testing.assert_allclose(as_numpy(first.kernel).T, wanted["0.weight"], tolerance, tolerance)
+    np.testing.assert_allclose(as_numpy(last.kernel).T, wanted["2.weight"], tolerance, tolerance)
+    buffers = net.buffers()
+    np.testing.assert_allclose(buffers["1.running_mean"], wanted["1.1.running_mean"], tolerance, tolerance)
+    assert buffers["1.num_batches_tracked"] == steps  # no spec, trace or evaluation moved it (R40)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_r39_fit_evaluate_predict_and_weight_files_with_each_backend(
+    torch_python: Any, tmp_path: Path, backend: str, history_of_torch: list[float]
+) -> None:
+    program = [sys.executable, str(HERE / "fit_by_backend.py"), str(torch_python), str(HERE / "targets")]
+    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [*program, str(tmp_path / "w.weights.h5")],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    np.testing.assert_allclose(said["history"], history_of_torch, 1e-4)
+    assert said["counted"] == [0, 12, 12] and said["again"] and said["assigned"]
+    assert said["jit"] is (backend == "jax") and said["output"] == "(None, 1)"
+    assert said["names"] == [f"{i}_{kind}" for i in (0, 1, 4) for kind in ("weight", "bias")]
+
+
+@pytest.fixture(scope="module")
+def history_of_torch() -> list[float]:
+    """What `fit_by_backend` must show, by torch alone."""
+    import torch
+
+    from tests.integration import fit_by_backend as program
+
+    sys.path.insert(0, str(HERE / "targets"))
+    try:
+        import keras_torch
+    finally:
+        sys.path.pop(0)
+    head = torch.nn.Linear(4, 1)
+    torch.nn.init.ones_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    model = torch.nn.Sequential(keras_torch.make_block("float32"), head)
+    optimizer, history = torch.optim.SGD(model.parameters(), lr=0.05), []
+    x, y = torch.tensor(program.X), torch.tensor(program.Y)
+    for _ in range(3):
+        losses = []
+        for at in range(0, 64, 16):
+            optimizer.zero_grad()
+            loss = ((model(x[at : at + 16]) - y[at : at + 16]) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        history.append(float(np.mean(losses)))
+    return history
+
+
+# ---- Layers of other frameworks ---------------------------------------------------------------------------------------
+
+
+def test_a_keras_model_that_has_no_weights_yet_honours_training(worker_of: Workers) -> None:
+    net = worker_of("tensorflow").module("keras_tensorflow:make_sequence")
+    layer = gw.keras.Layer(net, name="remote")
+    assert layer.weights == [] and net.parameters() == {}
+    symbolic = layer(keras.Input((5,), dtype="int64"))
+    assert (symbolic.shape, symbolic.dtype) == ((None, 5, 3), "float32")
+    assert layer.trainable_weights[0].name == "net_embedding_embeddings"
+    before = net.buffers()
+    one, two = (as_numpy(layer(IDS, training=True)) for _ in range(2))
+    still, same = as_numpy(layer(IDS)), as_numpy(layer(IDS, training=False))
+    assert (one != two).any() and (still == same).all()
+    moved = net.buffers()
+    assert any((moved[name] != value).any() for name, value in before.items())
+    assert net.training is False  # its own mode is another matter
+    seeded = gw.keras.Layer(net.options(seed=3))
+    assert (as_numpy(seeded(IDS, training=True)) == as_numpy(seeded(IDS, training=True))).all()
+    variables = [v.value for v in layer.trainable_weights]
+    with tf.GradientTape() as tape:
+        y = layer(tf.constant(IDS), training=True)
+    found = tape.gradient(y, variables)
+    assert [g.shape for g in found] == [v.shape for v in variables]
+    np.testing.assert_allclose(found[-1], [40, 40, 40])
+
+
+def test_explicit_buffers_are_weights_here_and_nothing_changes_there(worker_of: Workers) -> None:
+    net = worker_of("torch").module("keras_torch:make_block", "float32")
+    layer = gw.keras.Layer(net, buffers="explicit")
+    before, x = net.state_dict(), X[:, :5].astype("float32")
+    names = [v.name for v in layer.non_trainable_weights]
+    assert names == ["1_running_mean", "1_running_var", "1_num_batches_tracked"]
+    tf.function(lambda: layer(x, training=True))()
+    layer(x, training=True), layer(x)
+    assert as_numpy(layer.non_trainable_weights[2]) == 2
+    assert all((net.state_dict()[name] == value).all() for name, value in before.items())
+    net.train()
+    net(x), net(x)
+    np.testing.assert_allclose(
+        as_numpy(layer.non_trainable_weights[0]), net.buffers()["1.running_mean"], 1e-6
+    )
+
+
+def test_frozen_parts_stay_in_the_worker(worker_of: Workers) -> None:
+    net = worker_of("torch").module("keras_torch:make_block", "float32")
+    net.requires_grad_(False, ["0", "1"])
+    layer = gw.keras.Layer(net)
+    assert [v.name for v in layer.trainable_weights] == ["4_weight", "4_bias"]
+    layer.trainable = False
+    assert layer.trainable_weights == [] and len(layer.non_trainable_weights) == 2
+    assert layer(X[:, :5].astype("float32")).shape == (16, 4)
+
+
+# ---- A Keras model in a loop of JAX's ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_keras_model_with_results_of_three_dimensions_in_an_optax_loop(
+    worker_of: Workers, dtype: str
+) -> None:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    jax.config.update("jax_enable_x64", dtype == "float64")
+    try:
+        net = worker_of("tensorflow").module("keras_tensorflow:make_dense", dtype=dtype)
+        apply, params = gw.jax.functional(net)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 5, 4)), dtype)
+        optimizer = optax.adam(0.01)
+        first = params
+        tolerance = 1e-9 if dtype == "float64" else 1e-5
+
+        def loss(params: Any, apply: Any = apply) -> Any:
+            y = apply(params, x)
+            return jnp.mean((y - jnp.sin(x[..., :3])) ** 2)
+
+        def local(params: Any, x: Any) -> Any:
+            one, two = params["net/dense/kernel"], params["net/dense_1/kernel"]
+            return jnp.tanh(x @ one + params["net/dense/bias"]) @ two + params["net/dense_1/bias"]
+
+        def trained(apply: Any, params: Any) -> tuple[Any, list[float]]:
+            @jax.jit
+            def step(params: Any, state: Any) -> Any:
+                value, gradients = jax.value_and_grad(loss)(params, apply)
+                updates, state = optimizer.update(gradients, state)
+                return optax.apply_updates(params, updates), state, value
+
+            state, values = optimizer.init(params), []
+            for _ in range(20):
+                params, state, value = step(params, state)
+                values.append(float(value))
+            return params, values
+
+        names = dict(
+            zip(
+                sorted(params),
+                sorted(["net/dense/bias", "net/dense/kernel", "net/dense_1/bias", "net/dense_1/kernel"]),
+                strict=True,
+            )
+        )
+        assert apply(params, x).shape == (7, 5, 3) and apply(params, x).dtype == dtype
+        remote, values = trained(apply, params)
+        wanted, expected = trained(lambda p, x: local({names[n]: v for n, v in p.items()}, x), first)
+        np.testing.assert_allclose(values, expected, tolerance)
+        assert values[-1] < values[0]
+        for name, value in wanted.items():
+            np.testing.assert_allclose(remote[name], value, tolerance, tolerance * 10, err_msg=name)
+        with pytest.raises(gw.UsageError, match="no parameter nope"):
+            apply({"nope": x}, x)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+# ---- What is refused, and what files do -------------------------------------------------------------------------------
+
+
+def test_bad_input_says_what_to_do(worker_of: Workers, tmp_path: Path) -> None:
+    torch_worker = worker_of("torch")
+    with pytest.raises(gw.UsageError, match=r"is a function .*worker\.module"):
+        gw.keras.Layer(torch_worker.function("in_torch:cube"))
+    net = torch_worker.module("keras_torch:make_block", "float32")
+    with pytest.raises(gw.UsageError, match="'worker' or 'explicit'"):
+        gw.keras.Layer(net, buffers="here")
+    layer, x = gw.keras.Layer(net, name="block"), X[:, :5].astype("float32")
+    with pytest.raises(gw.UsageError, match="training must be True or False"):
+        layer(x, training=tf.constant(True))
+    model = keras.Sequential([keras.Input((5,)), layer])
+    with pytest.raises(gw.UsageError, match="save_weights"):
+        model.save(tmp_path / "whole.keras")
+    model.save_weights(tmp_path / "w.weights.h5")
+    other = gw.keras.Layer(torch_worker.module("in_torch:make_block", [5, 3]), name="block")
+    before = [as_numpy(v) for v in other.weights]
+    with pytest.raises(ValueError, match=r"nothing was loaded: unexpected: .*4_weight.*; 0_weight has shape"):
+        keras.Sequential([keras.Input((5,)), other]).load_weights(tmp_path / "w.weights.h5")
+    assert all((as_numpy(v) == value).all() for v, value in zip(other.weights, before, strict=True))
+    with pytest.raises(Exception, match="gradwire_calls_another_process__use_jit_compile_False"):
+        tf.function(lambda: layer(x), jit_compile=True)()
+    with pytest.warns(UserWarning, match="jit_compile=False"):
+        model.compile("sgd", "mse", jit_compile=True)
+
+
+def test_generations_a_step_in_the_worker_a_load_and_a_restart(
+    shared_bridge: gw.Bridge, torch_python: Any
+) -> None:
+    """The layer's parameters are its own: what becomes of the worker's does not reach it, and a restart loses the forward."""
+    worker = shared_bridge.worker("torch", python=torch_python, path=[HERE / "targets"], threads=1)
+    net = worker.module("keras_torch:make_block", "float64")
+    layer, x = gw.keras.Layer(net), tf.constant(X[:, :5])
+    variables = [v.value for v in layer.trainable_weights]
+    with tf.GradientTape(persistent=True) as tape:
+        y = layer(x)
+    wanted = tape.gradient(y, variables)
+    net.load_state_dict({name: value * 2 for name, value in net.parameters().items()}, strict=False)
+    again = tape.gradient(y, variables)
+    np.testing.assert_array_equal(again[0], wanted[0])
+    np.testing.assert_array_equal(layer(x), y)
+    worker.restart()
+    with pytest.raises(gw.ResidualLostError):
+        tape.gradient(y, variables)
+    np.testing.assert_allclose(layer(x), y, 1e-12)
+    worker.close()
