@@ -55,7 +55,7 @@ def local_training(dtype: str, steps: int) -> dict[str, np.ndarray]:
             linear.bias.zero_()
     model = torch.nn.Sequential(linears[0], net, linears[1])
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.0625, momentum=0.9
+        model.parameters(), lr=0.0625, momentum=0.875
     )  # exact in float32, as Keras keeps it
     x = torch.tensor(X.astype(dtype))
     for _ in range(steps):
