@@ -439,8 +439,8 @@ class Desk:
             found = found(*args, **kwargs)
         elif is_module and (args or kwargs):
             raise UsageError(f"{target} is an instance, not a factory: it takes no arguments here")
-        if not callable(found):
-            raise UsageError(f"{target} gave a {type(found).__name__}, which cannot be called")
+        if not is_module and not callable(found):  # what a module is, its framework's file knows
+            raise UsageError(f"{target} is a {type(found).__name__}, which cannot be called")
         program: Program = self._engine.program(found, is_module=is_module)
         return program
 

@@ -19,6 +19,8 @@ from gradwire_wire.tensors.jax import NAME, adopt, aval, export, is_tensor
 from gradwire_wire.tensors.jax import (
     numpy_view as adopt_operand,  # jitted programs take it as it is, 40 µs sooner
 )
+from gradwire_workers.jax.models import model_of
+from gradwire_workers.jax.modules import ModuleProgram
 from gradwire_workers.jax.programs import Program
 
 __all__ = [
@@ -90,7 +92,10 @@ def facts() -> dict[str, Any]:
     }
 
 
-def program(obj: Any, *, is_module: bool) -> Program:
+def program(obj: Any, *, is_module: bool) -> Any:
+    model = model_of(obj) if is_module else None
+    if model is not None:
+        return ModuleProgram.of(model)
     if not callable(obj):
         raise UsageError(
             f"a {type(obj).__name__} cannot be called; the factory must return a function or an object with __call__"

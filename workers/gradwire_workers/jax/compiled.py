@@ -31,11 +31,15 @@ class RunPlan:
         self._compiled = jax.jit(self._evaluate)
 
     def _evaluate(self, consts: list[Any], operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self._word:
+            return self._function.forward(consts, *operands)
         return derived(partial(self._function.call, consts), self._word)(*operands)
 
     def __call__(self, operands: Sequence[Any]) -> Sequence[Any]:
         results = self._compiled(self._function.consts, tuple(operands))
         _wait_ready(self._function, results)
+        if not self._word:
+            return self._function.settled(results)
         if len(self._word) == 1 and self._word[0][0] == "T":
             return unused_as_none(self._function, self._word[0][1], operands, results)
         return results
@@ -71,14 +75,16 @@ class KeepPlan:
 
     def __call__(self, operands: Sequence[Any]) -> tuple[Sequence[Any], list[Any], int]:
         """Results, leaves for `pull`, and the bytes that operands and leaves (but for constants) hold."""
-        results, own = self._forward(self._function.consts, tuple(operands))
+        consts = self._function.consts
+        results, own = self._forward(consts, tuple(operands))
         _wait_ready(self._function, results, own)
-        places = (operands, results, self._function.consts, own)
+        places = (operands, results, consts, own)
         leaves = [places[leaf.place][leaf.at] for leaf in self._places if leaf.place != LITERAL]
         if self._nbytes is None:  # the same for every call of this signature
             used = {leaf.at for leaf in self._places if leaf.place == RESULT}
-            self._nbytes = sum(x.nbytes for x in (*operands, *own, *(results[k] for k in used)))
-        return results, leaves, self._nbytes
+            held = (*operands[self._function.lifted :], *own, *(results[k] for k in used))
+            self._nbytes = sum(x.nbytes for x in held)
+        return results if self._word else self._function.settled(results), leaves, self._nbytes
 
     def pull(
         self,
@@ -96,14 +102,15 @@ class KeepPlan:
         return list(bars) if self._word else unused_as_none(self._function, wrt, self._signature, bars)
 
     def _evaluate(self, consts: list[Any], operands: tuple[Any, ...]) -> Any:
-        function = derived(partial(self._function.call, consts), self._word)
-        forward = partial(self._keep, function, consts)
+        call = self._function.call if self._word or self.axes is not None else self._function.forward
+        forward = partial(self._keep, derived(partial(call, consts), self._word), consts)
         if self.axes is None:
             return forward(*operands)
         return jax.vmap(forward, in_axes=tuple(0 if mapped else None for mapped in self.axes))(*operands)
 
     def _keep(self, function: Any, consts: list[Any], *operands: Any) -> tuple[Any, list[Any]]:
-        results, pullback = pullback_of(function, operands)
+        aside = 0 if self._word or self.axes is not None else self._function.moves
+        results, pullback = pullback_of(function, operands, aside)
         leaves, self._treedef = jax.tree_util.tree_flatten(pullback)
         own: list[Any] = []
         self._places = [_place_of(leaf, operands, results, consts, own) for leaf in leaves]

@@ -25,7 +25,16 @@ from gradwire_wire.tensors import numpy as numpy_tensors
 from gradwire_workers.flat import Flat
 from gradwire_workers.jax.words import is_inexact
 
-__all__ = ["Eager", "Signature", "Traced", "is_untraceable", "needs_values"]
+__all__ = [
+    "Eager",
+    "Signature",
+    "Traced",
+    "as_array",
+    "is_untraceable",
+    "needs_values",
+    "seeded",
+    "used_operands",
+]
 
 Signature = Tuple[Tuple[Tuple[int, ...], Any], ...]  # shape and JAX's dtype of each operand
 
@@ -58,7 +67,11 @@ class Traced:
     avals, structure: of its results. ``used``: which operands have a cotangent: inexact, and some inexact result
     depends on them.
     has_effects: whether it prints or calls back into Python.
+    lifted: so many of its operands, the first, are parameters of a module. moves: how many arrays a `forward` has after
+    its results that `settled` takes away: a module's state.
     """
+
+    lifted = moves = 0
 
     def __init__(self, flat: Flat, signature: Signature, seed: int | None, check_leaks: bool) -> None:
         operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in signature]
@@ -70,16 +83,26 @@ class Traced:
         ]
         self.structure = flat.structure
         self.avals: list[Aval] = [tensors.aval(a) for a in closed.out_avals]
-        self.used = _used(closed)
+        self.used = used_operands(closed)
         self.has_effects = bool(closed.jaxpr.effects)
 
     def call(self, consts: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """The results, under any transform."""
         return tuple(jaxpr_as_fun(ClosedJaxpr(self._jaxpr, list(consts)))(*operands))
 
+    def forward(self, consts: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+        """The results, and what the call moves."""
+        return self.call(consts, *operands)
+
+    def settled(self, results: Sequence[Any]) -> Sequence[Any]:
+        """The results of a `forward` that has been made, without what it moves."""
+        return results
+
 
 class Eager:
-    """The function itself: a tuple of JAX arrays, whatever kind of arrays it takes and returns."""
+    """The function itself: a tuple of JAX arrays, whatever kind of arrays it takes and returns. As to `forward`, `Traced`."""
+
+    lifted = moves = 0
 
     def __init__(self, flat: Flat, seed: int | None) -> None:
         self._flat, self._seed = flat, seed
@@ -91,26 +114,34 @@ class Eager:
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         arrays = [jax.device_put(x) if isinstance(x, np.ndarray) else x for x in operands]
-        with _seeded(self._seed):
-            return tuple(map(_as_array, self._flat(*arrays)))
+        with seeded(self._seed):
+            return tuple(map(as_array, self._flat(*arrays)))
+
+    def forward(self, *operands: Any) -> tuple[Any, ...]:
+        return self(*operands)
+
+    def settled(self, results: Sequence[Any]) -> Sequence[Any]:
+        return results
 
 
-def _as_array(x: Any) -> Any:
+def as_array(x: Any) -> Any:
     """A numpy array in a result as a JAX array; DtypeError where it would be narrowed."""
     return jnp.asarray(tensors.numpy_view(numpy_tensors.export(x))) if isinstance(x, np.ndarray) else x
 
 
-def _used(closed: Any) -> list[bool]:
+def used_operands(closed: Any, results: int | None = None) -> list[bool]:
+    """Which operands are inexact and have an inexact result (of the first ``results``) that depends on them."""
     moving = [is_inexact(a) for a in closed.in_avals]
     eliminate = getattr(partial_eval, "dce_jaxpr", None)
     if eliminate is None:
         return moving
-    kept = eliminate(closed.jaxpr, [is_inexact(a) for a in closed.out_avals])[1]
+    wanted = [is_inexact(a) and (results is None or i < results) for i, a in enumerate(closed.out_avals)]
+    kept = eliminate(closed.jaxpr, wanted)[1]
     return [a and b for a, b in zip(moving, kept)]
 
 
 @contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
+def seeded(seed: int | None) -> Iterator[None]:
     """Python's and numpy's global generators seeded for the time of a call."""
     if seed is None:
         yield

@@ -14,11 +14,12 @@ from gradwire_wire.tensors.jax import element_type, is_tensor
 from gradwire_workers.flat import Flat
 from gradwire_workers.jax.compiled import KeepPlan, RunPlan
 from gradwire_workers.jax.functions import Eager, Signature, Traced, is_untraceable, needs_values
+from gradwire_workers.jax.models import RETURN
 from gradwire_workers.jax.residuals import Compiled, Interpreted, Recomputed
 from gradwire_workers.jax.words import derived, pullback_of
 from gradwire_workers.program import Optimizer, Residual, Result, WorkerSite
 
-__all__ = ["Program"]
+__all__ = ["Program", "innermost"]
 
 PLANS = 1024  # of each kind, for each target; the least recently used go first
 Word = Sequence[Any]
@@ -85,12 +86,15 @@ class Program:
             except Exception as error:
                 if site.compile or not is_untraceable(error):
                     raise
+        return self._new_eager(site)
+
+    def _new_eager(self, site: WorkerSite) -> Eager:
         return Eager(Flat(self._target, site, is_tensor), site.seed)
 
     def _new_runner(
         self, site: WorkerSite, word: tuple[Any, ...], signature: Signature
     ) -> Callable[[Sequence[Any]], Result]:
-        function = self._function(site, _innermost(word, signature))
+        function = self._function(site, innermost(word, signature))
         if isinstance(function, Traced):
             plan, structure = RunPlan(function, word), b"" if word else function.structure
             return lambda operands: Result(plan(operands), structure)
@@ -99,9 +103,9 @@ class Program:
     def _new_keeper(
         self, site: WorkerSite, word: tuple[Any, ...], rows: tuple[bool, ...] | None, signature: Signature
     ) -> Callable[[Sequence[Any]], Kept]:
-        base = _innermost(word, signature)
+        base = innermost(word, signature)
         function = self._function(site, base)
-        if isinstance(function, Eager):
+        if not isinstance(function, Traced):
             if rows is not None:
                 return lambda operands: self._keep_operands(site, word, operands)
             return lambda operands: self._keep_eagerly(function, site, word, operands)
@@ -110,7 +114,8 @@ class Program:
 
         def keep(operands: Sequence[Any]) -> Kept:
             results, leaves, nbytes = plan(operands)
-            return Result(results, structure), Compiled(plan, leaves, nbytes, self, site, word, operands)
+            again = self._again()
+            return Result(results, structure), Compiled(plan, leaves, nbytes, again, site, word, operands)
 
         return keep
 
@@ -131,14 +136,23 @@ class Program:
         return kept
 
     def _keep_operands(self, site: WorkerSite, word: Any, operands: Sequence[Any]) -> Kept:
-        return self.run(site, word, operands), Recomputed(self, site, word, operands)
+        again = self._again()
+        return self.run(site, word, operands), Recomputed(again, site, word, operands)
+
+    def _again(self) -> Any:
+        """What residuals ask for what they cannot give: this program, as it is now."""
+        return self
 
     def _keep_eagerly(self, function: Eager, site: WorkerSite, word: Any, operands: Sequence[Any]) -> Kept:
         arrays = [jax.device_put(x) for x in operands]
-        results, pullback = pullback_of(derived(function, word), arrays)
-        residual = Interpreted(results, pullback, self, site, word, arrays)
+        again = self._again()
+        aside = 0 if word else function.moves
+        forward = derived(function, word) if word else function.forward
+        results, pullback = pullback_of(forward, arrays, aside)
         jax.block_until_ready((results, pullback))
-        return Result(results, b"" if word else function.structure), residual
+        own = results if word else function.settled(results)
+        residual = Interpreted(own, pullback, again, site, word, arrays, function.lifted)
+        return Result(own, b"" if word else function.structure), residual
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -178,7 +192,8 @@ class Program:
 
 def _refuse(verb: str, instead: str = "keep the parameters yourself and pass them as arguments") -> NoReturn:
     raise UsageError(
-        f"{verb}: a JAX function has no state in its worker, for JAX arrays are values; {instead}"
+        f"{verb}: a plain JAX callable has no state in its worker, for JAX arrays are values; {instead}, or have the factory "
+        + RETURN
     )
 
 
@@ -186,7 +201,7 @@ def _signature(operands: Sequence[Any]) -> Signature:
     return tuple((x.shape, x.dtype) for x in operands)
 
 
-def _innermost(word: Word, signature: Signature) -> Signature:
+def innermost(word: Word, signature: Signature) -> Signature:
     """The signature of F itself where the derived function ``word`` has this one."""
     for op in reversed(word):
         if op[0] == "V":
@@ -198,7 +213,8 @@ def _innermost(word: Word, signature: Signature) -> Signature:
 
 def _run_eagerly(function: Eager, word: Word, operands: Sequence[Any]) -> Result:
     try:
-        results = derived(function, word)(*map(jax.device_put, operands))
+        call = derived(function, word) if word else function.forward
+        results = jax.block_until_ready(call(*map(jax.device_put, operands)))
     except jax.errors.UnexpectedTracerError as error:
         raise UsageError(
             "this function keeps arrays from one call to the next, which a traced one cannot; restart the worker "
@@ -211,7 +227,7 @@ def _run_eagerly(function: Eager, word: Word, operands: Sequence[Any]) -> Result
             "this function looks at values and cannot be batched: use options(vmap='sequential') "
             f"({_first_line(error)})"
         ) from error
-    return Result(jax.block_until_ready(results), b"" if word else function.structure)
+    return Result(results if word else function.settled(results), b"" if word else function.structure)
 
 
 def _first_line(error: Exception) -> str:

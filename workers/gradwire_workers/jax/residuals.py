@@ -109,9 +109,11 @@ class Interpreted(Recomputed):
         site: WorkerSite,
         word: tuple[Any, ...],
         operands: Sequence[Any],
+        lifted: int,
     ) -> None:
         held = {id(x): x.nbytes for x in (*operands, *jax.tree_util.tree_leaves(pullback))}
-        super().__init__(program, site, word, operands, sum(held.values()))
+        shared = {id(x) for x in operands[:lifted]}
+        super().__init__(program, site, word, operands, sum(held[x] for x in held.keys() - shared))
         self._pullback = pullback
         self._positions = {i: k for k, i in enumerate(i for i, x in enumerate(operands) if is_inexact(x))}
         self._cotangents = tuple(jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results if is_inexact(r))

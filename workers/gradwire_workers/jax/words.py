@@ -42,8 +42,11 @@ def adjoint(x: Any) -> Any:
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
-def pullback_of(function: Function, operands: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-    """Results at ``operands``, and JAX's pullback from the inexact results to the inexact operands."""
+def pullback_of(function: Function, operands: Sequence[Any], aside: int = 0) -> tuple[tuple[Any, ...], Any]:
+    """Results at ``operands``, and JAX's pullback from the inexact results to the inexact operands.
+
+    aside: so many of the results, the last ones, have no cotangents.
+    """
     moving = [i for i, x in enumerate(operands) if is_inexact(x)]
     if not moving:
         return function(*operands), jax.tree_util.Partial(_nothing)
@@ -51,7 +54,8 @@ def pullback_of(function: Function, operands: Sequence[Any]) -> tuple[tuple[Any,
 
     def split(*values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         results = function(*_replaced(operands, moving, values))
-        kinds[:] = map(is_inexact, results)
+        differentiated = len(results) - aside
+        kinds[:] = [i < differentiated and is_inexact(r) for i, r in enumerate(results)]
         return (
             tuple(r for r, inexact in zip(results, kinds) if inexact),
             tuple(r for r, inexact in zip(results, kinds) if not inexact),

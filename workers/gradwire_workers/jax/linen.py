@@ -1,0 +1,67 @@
+"""Flax linen: a module and its variables. Parameters have their path as name, others their collection before it."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import jax
+
+from gradwire_wire.errors import UsageError
+from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.trees import Tree, dotted, is_trainable
+
+__all__ = ["LinenModel"]
+
+SOWN = "intermediates"  # what a call leaves for whoever looks into it: no state
+
+
+class LinenModel:
+    """See `gradwire_workers.jax.models.Model`. Without a mode keyword in its ``__call__``, the mode says whether
+    collections other than ``params`` move."""
+
+    is_pure = True
+
+    def __init__(self, module: Any, variables: Any) -> None:
+        self.name = type(module).__qualname__
+        self._module = module if module.scope is None else module.unbind()[0]
+        try:
+            collections = {name: tree for name, tree in variables.items() if name != SOWN}
+        except AttributeError:
+            raise UsageError(
+                f"the variables of {self.name} must be what module.init(key, example) returns, a dict with 'params' in it, "
+                f"not a {type(variables).__qualname__}"
+            ) from None
+        self._tree = Tree(collections, _name)
+        arrays, trained = (
+            self._tree.arrays,
+            set(Tree({"params": collections.get("params", {})}, _name).arrays),
+        )
+        self.parameters = {n: x for n, x in arrays.items() if n in trained and is_trainable(x)}
+        self.buffers = {n: x for n, x in arrays.items() if n not in self.parameters}
+        self._mutable = [name for name in collections if name != "params"]
+        self._signature = CallSignature(self._module.__call__)
+        self.training = True if self._signature.modes or self._mutable else None
+
+    def apply(
+        self,
+        training: bool | None,
+        arrays: dict[str, Any],
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """Any random stream of the module has its numbers from the key: "dropout" the key itself."""
+        given = self._signature.with_mode(Arguments(args, kwargs), training)
+        rngs = {"dropout": key, "params": jax.random.fold_in(key, 1)}
+        result, moved = self._module.apply(
+            self._tree.filled(arrays),
+            *given.args,
+            rngs=rngs,
+            mutable=self._mutable if training else [],
+            **given.kwargs,
+        )
+        return result, Tree(dict(moved), _name).arrays
+
+
+def _name(path: Sequence[Any]) -> str:
+    return dotted(path[1:] if dotted(path[:1]) == "params" else path)

@@ -1,0 +1,108 @@
+"""What a module of JAX is: arrays by name, and a pure function of them.
+
+Each library's modules are taken apart in a file named after it, and recognised by their class: no library is
+imported for that, since the user's code has done so already.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol, Union
+
+from gradwire_wire.errors import UsageError
+
+__all__ = ["RETURN", "Model", "is_of", "model_of"]
+
+RETURN = (
+    "return one of: a Flax nnx module; a Flax linen module with its variables, (module, module.init(key, example)) or "
+    "module.bind(variables); an Equinox module, or (module, state); (apply, params) or (apply, params, state) with any "
+    "pytrees, for calls apply(params, *args) or apply(params, state, *args) -> (result, state)"
+)
+
+
+class Model(Protocol):
+    """A module taken apart.
+
+    parameters: trainable inexact arrays by name. buffers: all its other arrays, but for the state of random streams.
+    training: the mode it was made in; None where it has no modes. is_pure: whether its Python keeps nothing of a call.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    training: Union[bool, None]
+    is_pure: bool
+
+    def apply(
+        self,
+        training: bool | None,
+        arrays: dict[str, Any],
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """The result of a call with these parameters and buffers, and the buffers as it leaves them in training mode.
+
+        key: a typed PRNG key, all randomness of the call comes from it.
+        """
+
+
+def model_of(obj: Any) -> Model | None:
+    """What a factory returned, taken apart; None for a plain callable, which has no state. UsageError says what to return."""
+    if is_of(obj, "flax.nnx", "Module"):
+        from gradwire_workers.jax.nnx import NnxModel
+
+        return NnxModel(obj)
+    if is_of(obj, "equinox", "Module"):
+        return _equinox(obj, None)
+    if is_of(obj, "flax.linen", "Module"):
+        return _bound(obj)
+    if isinstance(obj, tuple):
+        return _of_tuple(obj)
+    if not callable(obj):
+        raise UsageError(f"a {type(obj).__qualname__} cannot be called; the factory must {RETURN}")
+    return None
+
+
+def is_of(x: Any, package: str, name: str) -> bool:
+    """Whether x is an instance of the package's class of that name, if anybody has imported it."""
+    return package in sys.modules and any(
+        c.__name__ == name and (c.__module__ + ".").startswith(package + ".") for c in type(x).__mro__
+    )
+
+
+def _of_tuple(obj: tuple[Any, ...]) -> Model:
+    from gradwire_workers.jax.pairs import Applied
+
+    if len(obj) == 2 and is_of(obj[0], "flax.linen", "Module"):
+        return _linen(*obj)
+    if len(obj) == 2 and is_of(obj[0], "equinox", "Module") and is_of(obj[1], "equinox", "State"):
+        return _equinox(*obj)
+    if len(obj) not in (2, 3) or not callable(obj[0]):
+        kinds = ", ".join(type(x).__qualname__ for x in obj)
+        raise UsageError(f"({kinds}) is no module; the factory must {RETURN}")
+    owner = getattr(obj[0], "__self__", None)
+    if len(obj) == 2 and is_of(owner, "flax.linen", "Module") and obj[0].__name__ == "apply":
+        return _linen(owner, obj[1])
+    return Applied(*obj)
+
+
+def _equinox(module: Any, state: Any) -> Model:
+    from gradwire_workers.jax.equinox import EquinoxModel
+
+    return EquinoxModel(module, state)
+
+
+def _bound(module: Any) -> Model:
+    if module.scope is None:
+        raise UsageError(
+            f"{type(module).__qualname__} is a Flax linen module without variables, and how it is called first is not known "
+            "here; return (module, module.init(key, example)) or module.bind(variables)"
+        )
+    return _linen(*module.unbind())
+
+
+def _linen(module: Any, variables: Any) -> Model:
+    from gradwire_workers.jax.linen import LinenModel
+
+    return LinenModel(module, variables)
