@@ -151,7 +151,7 @@ def test_gradients_accumulate_until_they_are_forgotten() -> None:
 @pytest.mark.parametrize("compile", [None, False])
 def test_a_first_stage_is_reached_by_its_anchor(compile: bool | None) -> None:
     program = load(make("linen"))
-    where = site(program, accumulate=True, anchored=True, compile=compile)
+    where = site(program, anchored=True, compile=compile)  # only the pullback's site says that it accumulates
     _, kept = program.keep(where, (), [np.float32(0), np.arange(15).reshape(5, 3) / 7])
     (bar,), _ = kept.derive(("T", (0,), 1), [BAR], keep=False, accumulate=True)
     assert bar is None or not bar.any()
@@ -171,6 +171,17 @@ def test_pullbacks_that_are_run_whole_accumulate_too() -> None:
     word = (("T", (0,), 1), ("V", (True, True)))
     agree(rows.run(where, word, [X[:, None], BAR[:, None]]).tensors, [bar[:, None]])
     agree(rows.grads().values(), kept.grads().values())
+
+
+def test_a_forward_that_was_not_to_accumulate_still_may() -> None:
+    plain, other = load(make("linen", dropout=0.5)), load(make("linen", dropout=0.5))
+    _, kept = plain.keep(site(plain, seed=3), (), [X])
+    plain.optimizer(optax.sgd, {"learning_rate": 0.1})
+    before = plain.buffers()
+    (bar,), _ = kept.derive(("T", (0,), 1), [BAR], keep=False, accumulate=True)
+    agree([bar], [pull(other, seed=3)])
+    agree(plain.grads().values(), other.grads().values())
+    agree(plain.buffers().values(), before.values(), 0)
 
 
 def test_kept_rows_are_pulled_together() -> None:

@@ -28,7 +28,7 @@ from gradwire_workers.jax.programs import Program, innermost
 from gradwire_workers.jax.store import Moment, Store
 from gradwire_workers.program import Result, WorkerSite
 
-__all__ = ["Core", "Form", "with_buffers", "with_parameters", "without"]
+__all__ = ["Core", "Form", "Replay", "with_buffers", "with_parameters", "without"]
 
 Form = Callable[..., Any]  # (model, training, arrays, key, args, kwargs) -> (result, what it moves)
 
@@ -92,7 +92,7 @@ class Core(Program):
         if self._moves and names:
             self.store.move_buffers(names, values)
 
-    def _again(self) -> Replay:
+    def again(self) -> Replay:
         return Replay(self, self.moment)
 
     def _new_trace(self, site: WorkerSite, signature: Signature) -> Traced:
@@ -123,6 +123,11 @@ class Replay:
 
     def __init__(self, core: Core, moment: Moment) -> None:
         self._core, self._moment = core, moment
+
+    @property
+    def lifted(self) -> tuple[list[str], list[Any]]:
+        """The parameters that pullbacks accumulate for, and their values then."""
+        return self._core.lifted, [self._moment.parameters[name] for name in self._core.lifted]
 
     def run(self, *call: Any) -> Any:
         with self._core.at(self._moment, moves=False):

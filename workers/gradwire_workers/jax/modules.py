@@ -16,7 +16,7 @@ import numpy as np
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ResidualLostError
-from gradwire_workers.jax.hidden import Core, Form, with_buffers, with_parameters, without
+from gradwire_workers.jax.hidden import Core, Form, Replay, with_buffers, with_parameters, without
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.optimizers import OptaxOptimizer
 from gradwire_workers.jax.store import Store
@@ -73,14 +73,21 @@ class ModuleProgram:
     def _keep(
         self, keep: Callable[..., Any], site: WorkerSite, word: Word, operands: Sequence[Any]
     ) -> tuple[Result, Residual]:
-        names = self._core.lifted if site.accumulate else []
+        # an anchored forward is pulled for the parameters' sake, whatever its own site says
+        names = self._core.lifted if site.accumulate or site.anchored else []
         with self._core.at(self._store.moment(site.seed), moves=True):
+            again = self._core.again()
             result, inner = keep(
                 _site(site, bool(names), self._store.kinds),
                 shifted(word, len(names), False),
                 [*self._lifted(names), *operands],
             )
-        residual = Owned(inner, self._store, names)
+        if names or not self._core.lifted:
+            residual = Owned(inner, self._store, names)
+        else:
+            residual = Unlifted(
+                inner, self._store, again, _site(site, True, self._store.kinds), word, operands
+            )
         self._store.note(residual)
         return result, residual
 
@@ -193,6 +200,37 @@ class Owned:
         residual = Owned(inner, self._store, self._names)
         self._store.note(residual)
         return residual
+
+
+class Unlifted(Owned):
+    """A kept forward whose site did not say that its pullbacks would accumulate. If one does, the forward runs again."""
+
+    def __init__(
+        self,
+        inner: Residual,
+        store: Store,
+        again: Replay,
+        site: WorkerSite,
+        word: Word,
+        operands: Sequence[Any],
+    ) -> None:
+        super().__init__(inner, store, [])
+        self._again, self._site, self._word, self._operands = again, site, word, list(operands)
+
+    def lose(self) -> None:
+        super().lose()
+        self._operands.clear()
+
+    def derive(
+        self, op: Any, linear: Sequence[Any], *, keep: bool, accumulate: bool
+    ) -> tuple[list[Any], Residual | None]:
+        found = super().derive(op, linear, keep=keep, accumulate=False)
+        if accumulate and op[0] == "T":
+            names, values = self._again.lifted
+            word = shifted((*self._word, ("T", (), op[2])), len(names), True)
+            bars = self._again.run(self._site, word, [*values, *self._operands, *linear]).tensors
+            self._store.accumulate(names, bars)
+        return found
 
 
 @dataclass(frozen=True)

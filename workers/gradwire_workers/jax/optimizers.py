@@ -43,7 +43,8 @@ class OptaxOptimizer:
         self._name = getattr(target, "__qualname__", repr(target))
         self._alias = RATE if ALIAS not in _parameters_of(target) else ALIAS
         self._groups = [
-            Group(names, self._named({**kwargs, **own})) for names, own in _split(groups, store.trainable())
+            Group(names, self._named({**kwargs, **own}))
+            for names, own in _split(groups, list(store.parameters))
         ]
         self._steps = 0
         self._schedule: Callable[[Any], Any] | None = None

@@ -114,7 +114,7 @@ class Program:
 
         def keep(operands: Sequence[Any]) -> Kept:
             results, leaves, nbytes = plan(operands)
-            again = self._again()
+            again = self.again()
             return Result(results, structure), Compiled(plan, leaves, nbytes, again, site, word, operands)
 
         return keep
@@ -136,16 +136,16 @@ class Program:
         return kept
 
     def _keep_operands(self, site: WorkerSite, word: Any, operands: Sequence[Any]) -> Kept:
-        again = self._again()
+        again = self.again()
         return self.run(site, word, operands), Recomputed(again, site, word, operands)
 
-    def _again(self) -> Any:
+    def again(self) -> Any:
         """What residuals ask for what they cannot give: this program, as it is now."""
         return self
 
     def _keep_eagerly(self, function: Eager, site: WorkerSite, word: Any, operands: Sequence[Any]) -> Kept:
         arrays = [jax.device_put(x) for x in operands]
-        again = self._again()
+        again = self.again()
         aside = 0 if word else function.moves
         forward = derived(function, word) if word else function.forward
         results, pullback = pullback_of(forward, arrays, aside)
