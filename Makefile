@@ -98,6 +98,7 @@ fuzz: .venv
 
 soak: .venv
 	.venv/bin/python tests/integration/soak.py
+	GRADWIRE_SOAK_S=50 .venv/bin/python -m pytest tests/integration/test_field_reports_processes.py -k 20_000
 
 bench: setup
 	.venv/bin/python benchmarks/roundtrip.py

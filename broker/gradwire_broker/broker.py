@@ -280,7 +280,7 @@ class Broker:
             worker.share(share)
 
     def _launch(self, client: bytes, order: control.Start) -> Worker:
-        names = {worker.place.name for worker in self._workers.values()}
+        names = {worker.place.name for worker in self._workers.values() if not worker.is_dismissed}
         name = order.name or _free_name(order.framework, names)
         if order.framework not in control.FRAMEWORKS:
             there_are = ", ".join(control.FRAMEWORKS)
@@ -311,6 +311,7 @@ class Broker:
     def _cancel(self, client: bytes, request: int) -> None:
         for worker in self._workers.values():
             if worker.asking == [(client, request)] and worker.client == client:
+                worker.is_dismissed = True
                 worker.kill()
 
     def _stop(self, client: bytes, message: control.Stop) -> None:

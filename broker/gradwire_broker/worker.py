@@ -84,6 +84,9 @@ class Worker:
         self._is_asked = False
         self.doing = "starting the interpreter"
         self.ready: WorkerReady | None = None
+        self.is_dismissed = (
+            False  # nobody waits for it any more: its name is free before its process has ended
+        )
         self.threads: int | None = None  # that it says it has, since it was ready
         chosen = order.threads is not None or chooses_threads(order.env)
         self._share = None if chosen else place.threads

@@ -206,9 +206,18 @@ class Worker:
         with self._lock:
             self._check_open()
             self._restarts.forget()
-            self._connection.replace()
-            self._link.stop_worker(self._facts.incarnation, 1.0)
-            self._replace()
+            old = self._connection
+            try:
+                old.replace()
+                self._link.stop_worker(old.facts.incarnation, 1.0)
+                self._replace()
+            except (
+                BaseException
+            ) as error:  # Ctrl-C, too: nothing is there any more, and the next call says so
+                if self._connection is old:
+                    self._failure = self._failure or f"It was interrupted ({type(error).__name__})"
+                    old.close()
+                raise
 
     def close(self) -> None:
         """End the process. Results that are here stay valid. Idempotent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,10 @@ def double(x: Any) -> Any:
 def nap(x: Any, seconds: float) -> Any:
     time.sleep(seconds)
     return x
+
+
+double.spec = lambda x: x  # type: ignore[attr-defined]
+nap.spec = lambda x, seconds: x  # type: ignore[attr-defined]
 
 
 def pid(x: Any) -> Any:
@@ -60,6 +63,70 @@ def dot(x: Any, y: Any) -> Any:
 
 
 dot.vjp = lambda x, y: (dot(x, y), lambda bar: (bar * y, bar * x))  # type: ignore[attr-defined]
+
+
+def slow_dot(x: Any, y: Any) -> Any:
+    return np.float64(x @ y)
+
+
+def _slow_dot_vjp(x: Any, y: Any) -> Any:
+    def pullback(bar: Any) -> Any:
+        time.sleep(60)
+        return bar * y, bar * x
+
+    return slow_dot(x, y), pullback
+
+
+slow_dot.vjp = _slow_dot_vjp  # type: ignore[attr-defined]
+
+
+def main_dot(x: Any) -> Any:
+    return x.sum()
+
+
+main_dot.vjp = lambda x: (main_dot(x), lambda bar: (on_main_thread(np.ones_like(x)),))  # type: ignore[attr-defined]
+
+
+def slow_factory() -> Any:
+    time.sleep(60)
+    return double
+
+
+def eat(x: Any, limit: int, nbytes: int) -> Any:
+    """Fails for want of memory; the limit is lifted again."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (nbytes >> 1), hard))
+    try:
+        return np.ones(nbytes >> 3).sum() + x
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def total(x: Any, i: int) -> float:
+    return float(x.sum()) + i
+
+
+def ends(x: Any, middle: int) -> Any:
+    return float(x[0]), float(x[-1]), float(x[middle]), x
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def chatter(x: Any) -> Any:
+    print("by print")
+    os.write(2, b"by descriptor\n")
+    return x
+
+
+def descriptor_limit() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # ---- Calling others ------------------------------------------------------------------------------------------------
@@ -130,10 +197,3 @@ def _in_thread(act: Any) -> Any:
     if isinstance(results[0], BaseException):
         raise results[0]
     return results[0]
-
-
-if os.environ.get("FRAGILE_IMPORT") == "slow":
-    print("importing", flush=True)
-    time.sleep(60)
-if "fragile_dies" in sys.argv:
-    os._exit(9)

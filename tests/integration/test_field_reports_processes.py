@@ -1,0 +1,572 @@
+"""Many threads, event loops, interrupts, limits and notebooks, with real processes (R54, R55, R57, R58, R60, R62, R64, R67–R69).
+
+R50, R52 and R63 are in test_fallbacks.py, R68 between workers in test_restarts.py, R51, R53, R55, R56, R58, R60, R61 and R62 of
+single workers in test_lives.py and lives/, R57 at every door in tests/fuzz, R59 and R65 in lives/ and test_field_reports_tensors.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import pathlib
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+from gradwire_wire.machine import read_memory
+
+pytestmark = pytest.mark.integration
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+X = np.arange(4.0)
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Iterator[gw.Bridge]:
+    with gw.connect() as bridge:
+        yield bridge
+
+
+@pytest.fixture(scope="module")
+def worker(bridge: gw.Bridge) -> gw.Worker:
+    return bridge.worker("numpy", path=[TARGETS], threads=1)
+
+
+@pytest.fixture
+def remote(worker: gw.Worker) -> Callable[[str], gw.Remote]:
+    return lambda name: worker.function(f"fragile:{name}")
+
+
+# ---- Threads (R54, R67) ------------------------------------------------------------------------------------------------
+
+
+def test_r54_8_threads_500_mixed_calls_on_one_proxy(remote: Callable[[str], gw.Remote]) -> None:
+    double, dot = remote("double"), remote("dot")
+
+    def work(thread: int) -> None:
+        for i in range(500):
+            x = np.full([3, 700, 20_000][i % 3 if i % 50 == 0 else i % 2], thread * 1000.0 + i)
+            if i % 3:
+                assert (double(x) == 2 * x).all()
+            else:
+                y, pullback = dot.vjp(x, x + 1)
+                a, b = pullback(np.float64(2.0))
+                assert y == x @ (x + 1) and (a == 2 * (x + 1)).all() and (b == 2 * x).all()
+
+    with ThreadPoolExecutor(8) as pool:
+        for call in [pool.submit(work, thread) for thread in range(8)]:
+            call.result(100)
+
+
+def tiny_calls(double: gw.Remote, threads: int, calls: int) -> None:
+    """Each reply is its own call's, and there are exactly as many."""
+    replies: list[list[float]] = [[] for _ in range(threads)]
+
+    def work(thread: int) -> None:
+        for i in range(calls):
+            replies[thread].append(float(double(np.float64(thread * calls + i))))
+
+    with ThreadPoolExecutor(threads) as pool:
+        for call in [pool.submit(work, thread) for thread in range(threads)]:
+            call.result(1000)
+    assert replies == [[2.0 * (t * calls + i) for i in range(calls)] for t in range(threads)]
+
+
+def test_r54_16_threads_20_000_tiny_calls_in_all(remote: Callable[[str], gw.Remote]) -> None:
+    tiny_calls(remote("double"), 16, 1250)
+
+
+@pytest.mark.skipif("GRADWIRE_SOAK_S" not in os.environ, reason="minutes: GRADWIRE_SOAK_S=... (make soak)")
+@pytest.mark.timeout(1200)
+def test_r54_16_threads_20_000_tiny_calls_each(remote: Callable[[str], gw.Remote]) -> None:
+    tiny_calls(remote("double"), 16, 20_000)
+
+
+def test_r54_a_jitted_function_in_two_threads(remote: Callable[[str], gw.Remote]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    double = remote("double")
+    compiled = jax.jit(lambda x: jnp.sin(double(x)).sum())
+
+    def work(thread: int) -> None:
+        for i in range(100):
+            x = jnp.full(50, float(thread + i), jnp.float32)
+            assert np.allclose(compiled(x), 50 * np.sin(2.0 * (thread + i)), atol=1e-3)
+
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(work, thread) for thread in range(2)]:
+            call.result(60)
+
+
+def test_r67_user_code_runs_on_the_main_thread(worker: gw.Worker, remote: Callable[[str], gw.Remote]) -> None:
+    assert (remote("on_main_thread")(X + 1) == X + 1).all()
+    assert remote("on_main_thread").submit(X + 1).result(10)[0] == 1
+    _, pullback = remote("main_dot").vjp(X)
+    assert (pullback(np.float64(1.0))[0] == 1).all(), "the pullback, too"
+
+
+def test_r68_a_background_thread_ticks_while_the_caller_waits(remote: Callable[[str], gw.Remote]) -> None:
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    remote("nap")(X, 2.0)
+    stop.set()
+    thread.join()
+    assert len(ticks) > 60, "the GIL was held"
+
+
+def test_a_client_that_reads_nothing_stops_nobody(
+    worker: gw.Worker, remote: Callable[[str], gw.Remote]
+) -> None:
+    """A program that sends 200 calls for 1 MB each, and stops without reading a reply."""
+    code = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+import fragile
+from gradwire_wire import messages, sockets
+from gradwire_wire.structures import positional
+facts = eval(sys.argv[2])
+double = fragile.remote_of(facts, "fragile:double")
+connection = double.handle._ready()
+dealer = sockets.connect_dealer(facts[3], connection._client_id + b"0000")
+x = np.ones(1 << 17)
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.dtypes import BY_NAME
+for i in range(200):
+    headers = connection.exchange.lend([Carrier(x, BY_NAME["float64"])], [])
+    call = messages.Call(1000 + i, double.handle._remote, positional(1), [], 0, 0, 0, None, 0, None, headers, [], [])
+    try:
+        sockets.send_nowait(dealer, [messages.pack(call)])
+    except sockets.Unreachable:
+        break
+print("sent", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    facts = repr(list(worker._connection.facts[:6]))
+    double = remote("double")
+    before = resident_kb(worker.pid)
+    idle = subprocess.Popen([sys.executable, "-c", code, str(TARGETS), facts], stdout=subprocess.PIPE)
+    try:
+        assert idle.stdout is not None and idle.stdout.readline() == b"sent\n"
+        for i in range(200):
+            assert (double.options(timeout=30.0)(X + i) == 2 * (X + i)).all()
+        assert resident_kb(worker.pid) - before < 600_000, "no more than what it was asked for"
+    finally:
+        idle.kill()
+        idle.wait()
+        idle.stdout.close()  # type: ignore[union-attr]
+    deadline = time.monotonic() + 10
+    while resident_kb(worker.pid) - before > 300_000:  # what it had on loan is free again
+        double(X)
+        assert time.monotonic() < deadline, (before, resident_kb(worker.pid))
+        time.sleep(0.1)
+
+
+def resident_kb(pid: int) -> int:
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0])
+
+
+# ---- Event loops (R64) -------------------------------------------------------------------------------------------------
+
+
+def test_r64_a_ticker_ticks_while_a_call_is_awaited(remote: Callable[[str], gw.Remote]) -> None:
+    async def main() -> int:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticker = asyncio.create_task(tick())
+        assert (await remote("nap").aio(X, 1.5) == X).all()
+        ticker.cancel()
+        return ticks
+
+    assert asyncio.run(main()) > 50
+
+
+def test_r64_a_call_that_waits_in_a_running_loop(remote: Callable[[str], gw.Remote]) -> None:
+    async def main() -> None:
+        assert (remote("double")(X) == 2 * X).all()
+        assert (await asyncio.to_thread(remote("double"), X) == 2 * X).all()
+        results = await asyncio.gather(*(remote("double").aio(X + i) for i in range(20)))
+        assert all((y == 2 * (X + i)).all() for i, y in enumerate(results))
+
+    asyncio.run(main())
+
+
+def test_r64_two_loops_in_two_threads(remote: Callable[[str], gw.Remote]) -> None:
+    async def main(start: int) -> None:
+        for i in range(start, start + 100):
+            assert (await remote("double").aio(X + i) == 2 * (X + i)).all()
+
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(asyncio.run, main(start)) for start in (0, 1000)]:
+            call.result(60)
+
+
+def test_r64_cancelling_leaves_the_connection_usable(remote: Callable[[str], gw.Remote]) -> None:
+    async def main() -> None:
+        for _ in range(5):
+            call = asyncio.create_task(remote("nap").options(timeout=2.0).aio(X, 0.2))
+            await asyncio.sleep(0.05)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert (await remote("double").aio(X) == 2 * X).all()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(remote("nap").options(timeout=2.0).aio(X, 0.5), 0.1)
+        assert (remote("double")(X) == 2 * X).all()
+
+    asyncio.run(main())
+
+
+# ---- Deadlines and deaths (R55, R69) -----------------------------------------------------------------------------------
+
+
+def test_r69_a_timeout_per_proxy_and_per_call(remote: Callable[[str], gw.Remote]) -> None:
+    nap = remote("nap").options(timeout=0.3)
+    start = time.monotonic()
+    for call in (nap, nap.submit):
+        with pytest.raises(TimeoutError) as caught:
+            result = call(X, 30.0)
+            result.result(10)
+        assert isinstance(caught.value, gw.DeadlineError) and not caught.value.retry_safe
+    assert time.monotonic() - start < 5
+    assert (nap(X, 0.0) == X).all()
+    assert (remote("nap")(X, 0.5) == X).all(), "only that proxy has the timeout"
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "import sys; sys.exit('no')"])
+def test_r55_sys_exit_in_user_code_ends_the_call_and_not_the_worker(worker: gw.Worker, code: str) -> None:
+    with pytest.raises(gw.RemoteError, match="SystemExit"):
+        worker.function("builtins:exec")(code)
+    assert worker.alive
+
+
+def test_r55_out_of_memory_is_an_error_or_a_death_that_says_so(bridge: gw.Bridge) -> None:
+    one = bridge.worker("numpy", path=[TARGETS], threads=1)
+    eat = one.function("fragile:eat")
+    with pytest.raises(gw.RemoteError, match="Unable to allocate"):
+        eat(X, 3 << 30, 2 << 30)  # RLIMIT_AS
+    assert (one.function("fragile:double")(X) == 2 * X).all()
+    one.close()
+
+
+# ---- Ctrl-C (R62) ------------------------------------------------------------------------------------------------------
+
+HEAD = f"""
+import os, signal, sys, threading, time
+import numpy as np
+import gradwire as gw
+x = np.arange(4.0)
+bridge = gw.connect()
+worker = bridge.worker("numpy", path=[{str(TARGETS)!r}], threads=1)
+double, nap = worker.function("fragile:double"), worker.function("fragile:nap")
+double(x)
+"""
+
+
+@contextlib.contextmanager
+def running(code: str, head: str = HEAD, **env: str) -> Iterator[subprocess.Popen[str]]:
+    one = subprocess.Popen(
+        [sys.executable, "-c", head + code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **env},
+    )
+    try:
+        yield one
+    finally:
+        one.kill()
+        one.communicate(timeout=10)
+
+
+LONG_CALLS = {
+    "eager": "nap(x, 60.0)",
+    "pullback": "worker.function('fragile:slow_dot').vjp(x, x)[1](np.float64(1.0))",
+    "loading": "worker.function('fragile_slow:double')",
+    "a factory": "worker.module('fragile:slow_factory')",
+    "awaited": "import asyncio; asyncio.run(nap.aio(x, 3.0))",
+    "a restart of the worker": "while True: worker.restart()",
+}
+
+
+@pytest.mark.parametrize("to", ["caller", "group"])
+@pytest.mark.parametrize("call", LONG_CALLS)
+def test_r62_every_kind_of_wait_ends_within_a_second(call: str, to: str) -> None:
+    code = f"""
+print("up", flush=True)
+start = time.monotonic()
+try:
+    {LONG_CALLS[call]}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+if {call.startswith("a restart")}:
+    try: double(x)
+    except gw.WorkerStartError as error: assert "worker.restart()" in str(error), error
+    worker.restart()
+print((double(x) == 2 * x).all(), (nap(x, 0.0) == x).all(), flush=True)
+"""
+    with running(code) as one:
+        assert one.stdout is not None and one.stdout.readline() == "up\n"
+        time.sleep(0.6)
+        start = time.monotonic()
+        (os.killpg if to == "group" else os.kill)(one.pid, signal.SIGINT)
+        assert one.stdout.readline() == "interrupted\n", one.communicate(timeout=10)[1]
+        assert time.monotonic() - start < (1.0 if call != "awaited" else 3.5)
+        assert one.communicate(timeout=20)[0] == "True True\n"
+
+
+def test_r62_in_a_compiled_program(jax_python: pathlib.Path) -> None:
+    """XLA gives Python no chance until the callback returns, so the call itself ends, and the program with its error."""
+    code = """
+import jax
+compiled = jax.jit(lambda x: nap(x, 60.0) + 1)
+print("up", flush=True)
+try: compiled(jax.numpy.ones(3)).block_until_ready()
+except KeyboardInterrupt: print("interrupted", flush=True)
+except Exception as error: print("failed", type(error).__name__, flush=True)
+print((double(x) == 2 * x).all(), flush=True)
+"""
+    with running(code) as one:
+        assert one.stdout is not None and one.stdout.readline() == "up\n"
+        time.sleep(3.0)
+        start = time.monotonic()
+        os.kill(one.pid, signal.SIGINT)
+        ended = one.stdout.readline()
+        assert time.monotonic() - start < 2.0 and ended.split()[0] in ("interrupted", "failed"), ended
+        assert one.communicate(timeout=20)[0] == "True\n"
+
+
+def test_r62_interrupts_at_any_moment_lose_no_loan_and_mix_no_reply() -> None:
+    """300 of them, in the middle of calls that lend and are lent 80 kB."""
+    code = """
+import gc
+def interrupt():
+    while not done: time.sleep(0.003); os.kill(os.getpid(), signal.SIGINT)
+done, met, answered = False, 0, 0
+big = np.arange(10_000.0)
+threading.Thread(target=interrupt, daemon=True).start()
+while met < 300:
+    try:
+        for i in range(10**9):
+            y = double(big + i)
+            if not (y == 2 * (big + i)).all():
+                print("WRONG", flush=True); os._exit(1)
+            answered += 1
+    except KeyboardInterrupt: met += 1
+    except BaseException as error: print("WRONG", repr(error), flush=True); os._exit(1)
+while not done:
+    try: done = True
+    except KeyboardInterrupt: pass
+for _ in range(100):
+    try: time.sleep(0.005)
+    except KeyboardInterrupt: pass
+del y
+for _ in range(20): double(big); time.sleep(0.1); gc.collect()
+print(answered > 100, worker.stats()["lent"])
+"""
+    with running(code) as one:
+        output, errors = one.communicate(timeout=90)
+    assert output.split()[0] == "True", output + errors
+    assert int(output.split()[1]) <= 3, output
+
+
+def test_r62_a_second_one_at_exit_leaves_nothing() -> None:
+    with running("print('up', flush=True)\nnap(x, 60.0)") as one:
+        assert one.stdout is not None
+        one.stdout.readline()
+        broker = [
+            int(p) for p in pathlib.Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text().split()
+        ]
+        time.sleep(0.5)
+        os.killpg(one.pid, signal.SIGINT)
+        time.sleep(0.02)
+        os.killpg(one.pid, signal.SIGINT)
+        one.communicate(timeout=5)
+        assert one.returncode in (1, 130, -signal.SIGINT)
+        deadline = time.monotonic() + 5
+        while any(os.path.exists(f"/proc/{pid}") for pid in broker):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+# ---- Memory and descriptors --------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_submitted_calls_do_not_copy_a_thousand_arguments() -> None:
+    """They wait here, by reference: shared memory holds those of the few that are under way."""
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[TARGETS], threads=1)
+        total = worker.function("fragile:total")
+        x = np.ones(1 << 17)
+        futures = [total.submit(x, i) for i in range(1000)]
+        highest = 0
+        while not all(future.done() for future in futures):
+            highest = max(highest, bridge._memory.arena.resident_bytes)
+            time.sleep(0.002)
+        assert highest < 40 << 20
+        assert [future.result() for future in futures] == [(1 << 17) + i for i in range(1000)]
+
+
+def test_ulimit_256_and_a_thousand_results_kept() -> None:
+    head = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n" + HEAD
+    code = """
+kept = [double(np.full(5000, float(i))) for i in range(1000)]
+more = [worker.function("fragile:double")(np.full(600_000, float(i))) for i in range(40)]
+assert all((y == 2 * i).all() for i, y in enumerate(kept)) and all((y == 2 * i).all() for i, y in enumerate(more))
+print("fine", len(os.listdir("/proc/self/fd")) < 200)
+"""
+    with running(code, head) as one:
+        output, errors = one.communicate(timeout=100)
+    assert output == "fine True\n", output + errors
+
+
+def test_a_client_without_descriptors_is_told_so_and_goes_on() -> None:
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+held = []
+try:
+    while True: held.append(os.dup(0))
+except OSError: pass
+errors = set()
+for n in (3, 1000, 3_000_000):  # the last needs a segment of its own on each side
+    try: assert (double(np.ones(n)) == 2).all()
+    except gw.GradwireError as error: errors.add(type(error).__name__)
+print(sorted(errors))
+for fd in held: os.close(fd)
+print((double(np.ones(3_000_000)) == 2).all(), worker.alive)
+"""
+    with running(code) as one:
+        output, errors = one.communicate(timeout=60)
+    assert output == "['MemoryExhaustedError']\nTrue True\n", output + errors
+
+
+def available_bytes() -> int:
+    return read_memory().available or 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("dtype", "count"), [("float64", 275_000_000), ("int8", (1 << 31) + 10)], ids=["2.2 GB", "2**31 elements"]
+)
+def test_large_arrays(dtype: str, count: int) -> None:
+    nbytes = count * np.dtype(dtype).itemsize
+    if available_bytes() < 4 * nbytes:
+        pytest.skip(f"needs {4 * nbytes >> 20} MiB of memory, {available_bytes() >> 20} are available")
+    with gw.connect() as bridge:
+        ends = bridge.worker("numpy", path=[TARGETS], threads=1).function("fragile:ends")
+        x = np.zeros(count, dtype)
+        x[0], x[-1], x[1 << 27] = 1, 2, 3
+        first, last, middle, back = ends(x, 1 << 27)
+        assert (first, last, middle) == (1, 2, 3) and back.shape == x.shape
+        assert (back[0], back[-1], back[1 << 27]) == (1, 2, 3)
+        del x, back
+        gc.collect()
+
+
+# ---- Security and notebooks (R57, R58, R60) ----------------------------------------------------------------------------
+
+
+def test_r57_the_socket_folder_is_closed_to_others(bridge: gw.Bridge, worker: gw.Worker) -> None:
+    folder = pathlib.Path(bridge._link.folder)
+    about = folder.stat()
+    assert stat.S_IMODE(about.st_mode) == 0o700 and about.st_uid == os.getuid()
+    assert worker._connection.facts.endpoint.startswith(f"ipc://{folder}/")
+
+
+def test_r57_a_pickle_is_only_bytes(
+    worker: gw.Worker, remote: Callable[[str], gw.Remote], tmp_path: Any
+) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path}/owned",)
+
+    raw = pickle.dumps(Evil())
+    assert worker.function("fragile:same")(raw) == raw
+    assert not (tmp_path / "owned").exists()
+
+
+NOTEBOOK = f"""
+import sys
+import numpy as np
+import gradwire as gw
+bridge = gw.connect()
+worker = bridge.worker("numpy", path=[{str(TARGETS)!r}], name="model")
+result = worker.function("fragile:chatter")(np.arange(3.0))
+import time; time.sleep(1.0)
+print(result)
+"""
+
+
+def test_r60_r58_in_a_notebook_the_cell_shows_what_the_worker_prints() -> None:
+    jupyter_client = pytest.importorskip("jupyter_client")
+    pytest.importorskip("ipykernel")
+    code = f"""
+import sys
+from jupyter_client.manager import KernelManager
+manager = KernelManager()
+manager._kernel_spec = None
+from jupyter_client.kernelspec import KernelSpec
+manager._kernel_spec = KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{{connection_file}}"], language="python")
+manager.start_kernel()
+client = manager.client()
+client.start_channels()
+client.wait_for_ready(timeout=60)
+shown = {{}}
+def hook(message):
+    if message["msg_type"] == "stream":
+        name = message["content"]["name"]
+        shown[name] = shown.get(name, "") + message["content"]["text"]
+for cell in ({NOTEBOOK!r}, "print(worker.function('fragile:double')(np.ones(2))); bridge.close()"):
+    reply = client.execute_interactive(cell, timeout=60, output_hook=hook)
+    assert reply["content"]["status"] == "ok", reply
+client.stop_channels()
+manager.shutdown_kernel()
+print(repr(shown))
+"""
+    del jupyter_client
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=110
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    shown = ended.stdout.splitlines()[-1]
+    assert "'stdout': '[0. 1. 2.]\\n[2. 2.]\\n'" in shown, shown
+    assert "[model] by print" in shown and "[model] by descriptor" in shown, shown
+
+
+def test_limits_on_descriptors_are_raised_in_broker_and_worker(bridge: gw.Bridge, worker: gw.Worker) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    assert worker.function("fragile:descriptor_limit")() >= wanted
