@@ -12,8 +12,10 @@ import traceback
 from gradwire_broker.broker import Broker
 from gradwire_broker.runtime import NoRuntimeFolder, RuntimeFolder
 from gradwire_wire import process
+from gradwire_wire.errors import UsageError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
 from gradwire_wire.rendezvous import WORDS, Card, write_card
+from gradwire_wire.sockets import SocketError
 
 LAST_MESSAGES_S = 0.02  # ZeroMQ's own thread sends what was said last
 
@@ -50,6 +52,8 @@ def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder) -> i
             lifeline.close()
     except LifelineEnded:
         return 0
+    except (UsageError, SocketError) as error:
+        return _could_not(lifeline, f"it cannot listen at {config.listen or address}: {error}")
     except Exception as error:
         traceback.print_exc()
         return _could_not(lifeline, f"{type(error).__name__}: {error}")

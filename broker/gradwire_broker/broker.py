@@ -24,7 +24,7 @@ from gradwire_broker import clients, processors
 from gradwire_broker.reports import not_started
 from gradwire_broker.roll import Roll
 from gradwire_broker.worker import CannotLaunch, Place, Worker
-from gradwire_wire import control, sockets
+from gradwire_wire import control, keys, sockets
 from gradwire_wire.errors import ProtocolError, UsageError
 from gradwire_wire.lifeline import BrokerConfig, Lifeline
 from gradwire_wire.process import open_pidfd
@@ -60,6 +60,19 @@ class Broker:
         )
         self._roll = Roll(self._clients.send)
         self._listen(self._router, lambda: self._hear_clients(clients.NEAR, self._router))
+        self._far_host, self._keys = "", config.keys
+        if config.listen:
+            self._listen_far(config.listen, Path(config.keys))
+
+    def _listen_far(self, address: str, folder: Path) -> None:
+        """Also at tcp, for those whose keys are in the folder."""
+        key = keys.server_key(folder)
+        gate = sockets.Gatekeeper(lambda public: keys.is_known(folder, public))
+        router = sockets.bind_router(address, key)
+        self._far_host = address.rpartition(":")[0]
+        self._clients.come_also_by(router)
+        self._listen(gate.socket, gate.answer)
+        self._listen(router, lambda: self._hear_clients(clients.FAR, router))
 
     # ---- The loop ----
 
@@ -306,6 +319,8 @@ class Broker:
             ),
             lent=self._lent,
             allow=self._allow,
+            listen=self._far_host,
+            keys=self._keys,
         )
 
     def _cancel(self, client: bytes, request: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire_broker.clients import is_far
 from gradwire_broker.worker import Worker
 from gradwire_wire import control
 
@@ -55,12 +56,13 @@ class Roll:
 
     def _answer(self, question: _Question) -> None:
         for worker in question.workers:
-            self._send(question.client, _present(question.request, worker))
+            self._send(question.client, _present(question.request, worker, is_far(question.client)))
         self._send(question.client, control.Looked(question.request))
 
 
-def _present(request: int, worker: Worker) -> control.Present:
+def _present(request: int, worker: Worker, to_far: bool) -> control.Present:
     place, is_ready = worker.place, worker.ready is not None and worker.end is None
+    endpoint = worker.far_endpoint if to_far else place.endpoint
     return control.Present(
         request=request,
         name=place.name,
@@ -69,10 +71,9 @@ def _present(request: int, worker: Worker) -> control.Present:
         doing=str(worker.end) if worker.end is not None else worker.doing,
         incarnation=place.incarnation,
         pid=worker.pid,
-        endpoint=place.endpoint if is_ready else "",
-        tether_path=place.tether_path if is_ready else "",
+        endpoint=endpoint if is_ready else "",
+        tether_path=place.tether_path if is_ready and not to_far else "",
         token=place.token if is_ready else b"",
-        key="",
         info=worker.info,
         loads=list(worker.order.loads),
         restart=worker.order.restart,

@@ -67,6 +67,8 @@ class Place(NamedTuple):
     threads: int
     lent: Lent
     allow: list[str] | None
+    listen: str
+    keys: str
 
 
 class Worker:
@@ -174,6 +176,8 @@ class Worker:
             device=order.device,
             loads=order.loads,
             allow=place.allow,
+            listen=place.listen,
+            keys=place.keys,
         )
 
     def _environment(self, base: dict[str, str], python: str) -> dict[str, str]:
@@ -229,6 +233,11 @@ class Worker:
             return False
         self._is_asked = True
         return True
+
+    @property
+    def far_endpoint(self) -> str:
+        """Where it listens at tcp, or ""."""
+        return "" if self.ready is None else self.ready.far_endpoint
 
     @property
     def info(self) -> dict[str, Any]:

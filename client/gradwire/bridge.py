@@ -49,7 +49,7 @@ def _connect_by_file(configuration: Configuration, start_timeout: float) -> Brid
     from gradwire.fleet import start_together
 
     if configuration.address is not None:
-        return _connect_to(configuration.address, start_timeout)
+        return _connect_to(configuration.address, start_timeout, configuration.keys)
     bridge = Bridge(BrokerLink.start_private(start_timeout, expected_workers=len(configuration.workers)))
     try:
         start_together(configuration.workers.values(), bridge._start_entry)
@@ -59,11 +59,13 @@ def _connect_by_file(configuration: Configuration, start_timeout: float) -> Brid
     return bridge
 
 
-def _connect_to(address: str, start_timeout: float) -> Bridge:
+def _connect_to(address: str, start_timeout: float, keys: str | None = None) -> Bridge:
+    from gradwire.far_broker import FarBroker
     from gradwire.shared_broker import SharedBroker, card_of
 
     if address.startswith("tcp://"):
-        raise UsageError(f"{address}: tcp is not in this version")
+        far = FarBroker(address, keys or os.environ.get("GRADWIRE_KEYS"))
+        return Bridge(BrokerLink.to_shared(far, start_timeout))
     return Bridge(BrokerLink.to_shared(SharedBroker(card_of(address)), start_timeout))
 
 

@@ -44,8 +44,11 @@ from gradwire_wire.errors import (
 )
 
 if TYPE_CHECKING:
+    from gradwire.far_broker import FarBroker
     from gradwire.private_broker import PrivateBroker, Sharing
     from gradwire.shared_broker import SharedBroker
+
+    Broker = PrivateBroker | SharedBroker | FarBroker
 
 __all__ = ["BrokerLink", "Death", "WorkerFacts", "WorkerSpec"]
 
@@ -105,9 +108,10 @@ class Death(NamedTuple):
 class BrokerLink:
     """Every method may be called from any thread. See the head of this file."""
 
-    def __init__(self, broker: PrivateBroker | SharedBroker) -> None:
+    def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self.is_shared = not broker.ends_with_us
+        self.keys = broker.keys
         self._pid = os.getpid()
         self._closed = False
         self._stopping = False
@@ -150,12 +154,12 @@ class BrokerLink:
         return cls._attached_to(PrivateBroker(start_timeout, expected_workers, sharing), deadline)
 
     @classmethod
-    def to_shared(cls, broker: SharedBroker, timeout_s: float) -> BrokerLink:
+    def to_shared(cls, broker: SharedBroker | FarBroker, timeout_s: float) -> BrokerLink:
         """Connect to a broker that runs. Blocks until it answers; ConnectError."""
         return cls._attached_to(broker, time.monotonic() + timeout_s)
 
     @classmethod
-    def _attached_to(cls, broker: PrivateBroker | SharedBroker, deadline: float) -> BrokerLink:
+    def _attached_to(cls, broker: Broker, deadline: float) -> BrokerLink:
         link = cls(broker)
         try:
             link._wait_attached(deadline)
@@ -173,12 +177,14 @@ class BrokerLink:
                 return
         if self._refusal is not None:
             raise getattr(errors, self._refusal.kind, ConnectError)(self._refusal.message)
-        raise ConnectError(f"the broker does not answer\n{self._broker.last_words()}".rstrip())
+        raise ConnectError(
+            f"the broker at {self.address} does not answer\n{self._broker.last_words()}".rstrip()
+        )
 
     @property
-    def folder(self) -> str:
-        """The broker's runtime folder, of mode 0700."""
-        return str(self._broker.folder)
+    def folder(self) -> str | None:
+        """The broker's runtime folder, of mode 0700; None where it is on another machine."""
+        return str(self._broker.folder) if self.keys is None else None
 
     # ---- Workers ----
 
@@ -301,7 +307,7 @@ class BrokerLink:
             present.name,
             present.incarnation,
             present.pid,
-            present.endpoint,
+            self._broker.reachable(present.endpoint),
             present.tether_path,
             present.token,
             present.info,
@@ -359,6 +365,10 @@ class BrokerLink:
         self._check_process()
         if self._closed or not self.broker_alive or incarnation in self._deaths:
             return
+        if self.keys is not None:
+            raise UsageError(
+                "over tcp workers are used, and neither started nor ended: do that where the broker runs"
+            )
         self._send_soon(control.Stop(incarnation, timeout_s))
         if self.death_of(incarnation, timeout_s + 1.0) is None and self.broker_alive:
             raise DeadlineError(f"the worker is still there {timeout_s + 1.0:g} s after it was asked to end")
@@ -459,11 +469,16 @@ class BrokerLink:
     def _prepare(self) -> None:
         """Before the thread starts, which then has the socket to itself."""
         self._poller = sockets.Poller()
-        self._dealer = sockets.connect_dealer(self._broker.address, os.urandom(16))
+        self._dealer = sockets.connect_dealer(
+            self._broker.address, os.urandom(16), keys=self.keys, before=self._watch_broker
+        )
         self._listen(self._dealer, self._hear)
         self._listen(self._wake_end.fileno(), self._awake)
-        self._listen(self._broker.pidfd, self._broker_ended)
         self._send(control.Attach(control.PROTOCOL, self._broker.token, self._pid))
+
+    def _watch_broker(self, dealer: Any) -> None:
+        self._end = self._broker.watch(dealer)
+        self._listen(self._end, self._broker_perhaps_ended)
 
     def _turn(self) -> None:
         for key, _ in self._poller.poll(self._wait_ms()):
@@ -565,10 +580,14 @@ class BrokerLink:
         while len(self._deaths) > DEATHS_KEPT:
             del self._deaths[next(iter(self._deaths))]
 
+    def _broker_perhaps_ended(self) -> None:
+        if self._broker.has_ended():
+            self._broker_ended()
+
     def _broker_ended(self) -> None:
         self._dealer.poll(LAST_MESSAGES_MS)
         self._hear()
-        self._unlisten(self._broker.pidfd)
+        self._unlisten(self._end)
         self._broker.wait_ended(0.0)
         self._last_words = self._broker.last_words()
         orphaned = list(self._living)
@@ -579,18 +598,19 @@ class BrokerLink:
                 self._record(incarnation, Death(None, "SIGKILL", words, ""))
             self._living.clear()
             self._news.notify_all()
-        import shutil  # which the broker's start has loaded: there is nothing to read at the interpreter's exit
+        if self.keys is None:  # it ran on this machine
+            import shutil  # which the broker's start has loaded: there is nothing to read at the interpreter's exit
 
-        shutil.rmtree(self._broker.folder, ignore_errors=True)
-        end_orphans(orphaned)
+            shutil.rmtree(self._broker.folder, ignore_errors=True)
+            end_orphans(orphaned)
 
     def _leave(self) -> None:
         """The thread's last act: nobody waits for it any more, and the broker takes the closed lifeline for the end."""
         with self._news:
             self._stopping, self.broker_alive = True, False
             self._news.notify_all()
-        self._dealer.close(LAST_MESSAGES_MS if self.is_shared else 0)
         self._broker.close()
+        self._dealer.close(LAST_MESSAGES_MS if self.is_shared else 0)
         self._wake_end.close()
         self._waking_end.close()
 

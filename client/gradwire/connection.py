@@ -70,16 +70,19 @@ class Connection:
         self.calls = 0
         self.waited_s = 0.0
         self.compute_ns = 0
-        self._tether = connect_tether(facts.tether_path, timeout_s)
+        self._open(timeout_s)
+
+    def _open(self, timeout_s: float) -> None:
+        self._tether = connect_tether(self.facts.tether_path, timeout_s)
         try:
             self.exchange, self._ours, lanes = self._shake_hands(timeout_s)
         except BaseException:
             self._tether.close()
             raise
         lanes = lanes and lanes_wanted() and self.exchange.can_share
-        self._lines = Lines(facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes)
+        self._lines = Lines(self.facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes)
         self._tether_fd = self._tether.fileno()
-        link.watch(self._tether_fd, self._on_tether)
+        self._link.watch(self._tether_fd, self._on_tether)
 
     def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger, bool]:
         ours = Ledger(self._memory.folder)

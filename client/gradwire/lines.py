@@ -16,7 +16,7 @@ from typing import Any
 from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
-from gradwire_wire.sockets import Dealer, SocketError, Unreachable
+from gradwire_wire.sockets import ClientKeys, Dealer, SocketError, Unreachable
 
 __all__ = ["Line", "Lines", "lanes_wanted"]
 
@@ -32,8 +32,15 @@ class Lines:
     """Check a line out for a call, and in afterwards; or set it aside until the late reply has come."""
 
     def __init__(
-        self, endpoint: str, client_id: bytes, exchange: Exchange, look_ms: int, lanes: bool
+        self,
+        endpoint: str,
+        client_id: bytes,
+        exchange: Exchange,
+        look_ms: int,
+        lanes: bool,
+        keys: ClientKeys | None = None,
     ) -> None:
+        self._keys = keys
         self._endpoint, self._client_id, self._exchange, self._look_ms = (
             endpoint,
             client_id,
@@ -64,7 +71,7 @@ class Lines:
         except IndexError:
             identity = self._client_id + next(self._numbers).to_bytes(4, "big")
         try:
-            return Dealer(self._endpoint, identity, self._look_ms)
+            return Dealer(self._endpoint, identity, self._look_ms, self._keys)
         except SocketError as error:
             raise MemoryExhaustedError(
                 f"this process cannot open a further line to its worker: {error}. Close files, call from fewer threads "

@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
 from gradwire_wire.process import open_pidfd
+from gradwire_wire.sockets import ClientKeys
 from gradwire_wire.spawn import Lent, shown, spawn
 
 __all__ = ["PrivateBroker", "Sharing", "lent_packages"]
@@ -51,6 +52,7 @@ class PrivateBroker:
     """
 
     revival = "connect anew"
+    keys: ClientKeys | None = None
 
     def __init__(self, timeout_s: float, expected_workers: int = 0, sharing: Sharing | None = None) -> None:
         """Starts it and waits until it listens. Raises ConnectError with what it wrote."""
@@ -141,6 +143,18 @@ class PrivateBroker:
         lines += [f"  exit code: {code}"] if code is not None else []
         lines += [f"    {line}" for line in self.last_words().splitlines()]
         return "\n".join(lines)
+
+    def watch(self, dealer: Any) -> Any:
+        """What a poller finds readable when it may have ended."""
+        return self.pidfd
+
+    def has_ended(self) -> bool:
+        """Asked when that is readable."""
+        return True
+
+    def reachable(self, endpoint: str) -> str:
+        """How its worker's endpoint is reached from here."""
+        return endpoint
 
     def last_words(self) -> str:
         """The end of what it wrote to its stderr; normally that is nothing."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import select
 from pathlib import Path
+from typing import Any
 
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.process import open_pidfd
 from gradwire_wire.rendezvous import WORDS, Card, find_cards, is_running, read_card
+from gradwire_wire.sockets import ClientKeys
 
 __all__ = ["SharedBroker", "card_of"]
 
@@ -24,6 +26,7 @@ class SharedBroker:
     """The same as `gradwire.private_broker.PrivateBroker`, for a process that is not ours to end."""
 
     ends_with_us = False
+    keys: ClientKeys | None = None
 
     def __init__(self, card: Card) -> None:
         """Raises ConnectError where it is gone."""
@@ -39,6 +42,18 @@ class SharedBroker:
         if not is_running(self.folder):  # asked after the pidfd was had: this is that very process
             self.close()
             raise ConnectError(_ended(card))
+
+    def watch(self, dealer: Any) -> Any:
+        """What a poller finds readable when it may have ended."""
+        return self.pidfd
+
+    def has_ended(self) -> bool:
+        """Asked when that is readable."""
+        return True
+
+    def reachable(self, endpoint: str) -> str:
+        """How its worker's endpoint is reached from here."""
+        return endpoint
 
     def last_words(self) -> str:
         """The end of what it wrote to its stderr; normally that is nothing."""

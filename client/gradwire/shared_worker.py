@@ -10,7 +10,8 @@ from __future__ import annotations
 from gradwire.broker_link import BrokerLink, WorkerFacts, WorkerSpec
 from gradwire.connection import Connection
 from gradwire.families import barrier
-from gradwire.worker import Worker
+from gradwire.far import FarConnection
+from gradwire.worker import HANDSHAKE_S, Worker
 from gradwire_wire.control import Present
 from gradwire_wire.errors import GradwireError
 from gradwire_wire.exchange import Memory
@@ -25,6 +26,11 @@ class SharedWorker(Worker):
         self._found: Present | None = present
         spec = WorkerSpec(framework=present.framework, name=present.name)
         super().__init__(link, memory, spec, present.restart)
+
+    def _greet(self, facts: WorkerFacts) -> Connection:
+        if self._link.keys is not None:
+            return FarConnection(self._link, facts, self._memory, HANDSHAKE_S)
+        return super()._greet(facts)
 
     def _start_process(self) -> WorkerFacts:
         """One that was found; else the broker starts it again, once for all clients."""

@@ -64,13 +64,16 @@ class Worker:
     def _start(self) -> Connection:
         facts = self._start_process()
         try:
-            made = Connection(self._link, facts, self._memory, HANDSHAKE_S)
+            made = self._greet(facts)
         except BaseException:
             self._end_process(facts)
             raise
         _say_fallback(made)
         made.advise, made.revives = self._restarts.advice, self._restarts.revives
         return made
+
+    def _greet(self, facts: WorkerFacts) -> Connection:
+        return Connection(self._link, facts, self._memory, HANDSHAKE_S)
 
     def _start_process(self) -> WorkerFacts:
         return self._link.start_worker(self._spec)

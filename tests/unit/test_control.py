@@ -164,7 +164,7 @@ EXAMPLES = [
     control.ReadLog(4, "enc", True),
     control.Restart(5, ID),
     control.Present(
-        *(3, "enc", "torch", "idle", "ready", ID, 1236, "ipc:///run/w.zmq", "/run/w.mem", b"token", ""),
+        *(3, "enc", "torch", "idle", "ready", ID, 1236, "ipc:///run/w.zmq", "/run/w.mem", b"token"),
         *({"threads": 2}, ["net"], "never", 17, 1 << 28, 2.5),
     ),
     control.Looked(3),
@@ -222,7 +222,7 @@ def test_a_lifeline_that_nobody_reads_does_not_block(line: Any) -> None:
 
 def test_facts_of_any_type_are_told_as_text(line: Any) -> None:
     ours, theirs = line
-    ours.send_nowait(WorkerReady({"version": ValueError("odd")}))
+    ours.send_nowait(WorkerReady({"version": ValueError("odd")}, ""))
     assert json.loads(theirs.recv(1000)) == ["WorkerReady", {"version": "odd"}]
 
 

@@ -244,7 +244,7 @@ class Present(NamedTuple):
     """Broker, for a Look: a worker. ``state``: "starting", "idle", "busy" or how it ended; ``doing`` more of it, for people.
 
     ``info`` and where to reach it as in Started; empty unless it is ready. A client that came over tcp gets an endpoint at
-    tcp, no tether_path, and the worker's public key. ``loads``: names it was told to load. ``restart``: as in Start.
+    tcp, whose host it replaces by the one it reached the broker at, and no tether_path. ``loads``: names it was told to load. ``restart``: as in Start.
     """
 
     request: int
@@ -257,7 +257,6 @@ class Present(NamedTuple):
     endpoint: str
     tether_path: str
     token: bytes
-    key: str
     info: dict[str, Any]
     loads: list[str]
     restart: str

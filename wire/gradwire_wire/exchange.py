@@ -180,10 +180,11 @@ Holder = Union[SlotHolder, Lease]
 class Exchange:
     """What this process has lent to one peer and borrowed from it.
 
-    marks: the ledger the peer marks (its returns). ``ours``: the ledger this process marks.
+    marks: the ledger the peer marks (its returns). ``ours``: the ledger this process marks. Without a tether (and
+    with ledgers that are not shared) all tensors travel in messages.
     """
 
-    def __init__(self, memory: Memory, tether: Tether, marks: Ledger, ours: Ledger) -> None:
+    def __init__(self, memory: Memory, tether: Tether | None, marks: Ledger, ours: Ledger) -> None:
         self._memory, self._marks, self._ours = memory, marks, ours
         self._tether: Tether | None = tether
         self._can_lend = marks.is_shared

@@ -66,7 +66,10 @@ class BrokerReady(NamedTuple):
 
 
 class WorkerConfig(NamedTuple):
-    """To a worker: all it is told about itself. ``incarnation`` and ``token`` are hexadecimal."""
+    """To a worker: all it is told about itself. ``incarnation`` and ``token`` are hexadecimal.
+
+    listen, keys: a host at tcp where it is reached too, at a port of its choice, and the folder of keys; or "".
+    """
 
     broker_pid: int
     name: str
@@ -81,6 +84,8 @@ class WorkerConfig(NamedTuple):
     device: Optional[str]
     loads: dict[str, Any]
     allow: Optional[list[str]]
+    listen: str
+    keys: str
 
 
 class Doing(NamedTuple):
@@ -90,9 +95,10 @@ class Doing(NamedTuple):
 
 
 class WorkerReady(NamedTuple):
-    """From a worker: it listens; what it runs on (interpreter, versions, devices, threads)."""
+    """From a worker: it listens; what it runs on (interpreter, versions, devices, threads); where at tcp, or ""."""
 
     info: dict[str, Any]
+    far_endpoint: str
 
 
 class CouldNot(NamedTuple):

@@ -6,32 +6,44 @@ for ever). A socket is used by one thread at a time; whoever passes one on does 
 a lock, which is the full fence that libzmq asks for. Nothing here ever blocks without a timeout or
 sends without NOBLOCK where a peer could refuse to read.
 
+At ``tcp://`` there is no socket without CURVE: both ends prove that they have the secret of a known public key,
+and all bytes are encrypted. Whose key may come in is for a ZAP handler to say (`Gatekeeper`); libzmq by itself would let
+every key in. A server's sockets demand the handler, so where it is missing nobody gets in.
+
 A context does not survive ``fork``: the child gets a context of its own at its next use, and the
 parent's sockets are never touched there (a child that uses them spins for ever).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import zmq
 import zmq.backend
 
+from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import MAX_FRAME
 
 __all__ = [
     "IN",
     "Addressee",
     "Again",
+    "ClientKeys",
     "Dealer",
+    "FarEnd",
+    "Gatekeeper",
     "Poller",
+    "ServerKey",
     "Socket",
     "SocketError",
     "Unreachable",
+    "address_of",
     "bind_router",
     "connect_dealer",
     "context",
+    "new_keys",
     "receive",
     "receive_nowait",
     "send_nowait",
@@ -47,7 +59,24 @@ Again = zmq.Again
 _send, _recv = zmq.backend.Socket.send, zmq.backend.Socket.recv
 _NOWAIT, _MORE_NOWAIT = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
+BEAT_MS, SILENCE_MS = 2000, 10_000
+ZAP_DOMAIN = b"gradwire"
+
 _contexts: dict[int, Any] = {}
+
+
+class ServerKey(NamedTuple):
+    """The secret of a binding socket's key, in Z85. Whoever connects must be let in by a `Gatekeeper`."""
+
+    secret: str
+
+
+class ClientKeys(NamedTuple):
+    """What a connecting socket needs, in Z85: its own pair, and the public key that the other end must prove to have."""
+
+    public: str
+    secret: str
+    server: str
 
 
 class Unreachable(Exception):
@@ -66,29 +95,159 @@ def context() -> Any:
     return made
 
 
-def bind_router(address: str) -> Any:
-    """A bound ROUTER that refuses unroutable messages and bounds the queue of each client."""
+def bind_router(address: str, key: Optional[ServerKey] = None) -> Any:
+    """A bound ROUTER that refuses unroutable messages and bounds the queue of each client.
+
+    UsageError for an address at tcp without a key; ZMQError where it is taken.
+    """
+    _check_not_in_the_clear(address, key)
     socket = context().socket(zmq.ROUTER)
     socket.linger = 0
+    if key is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without the handler nobody gets in
+        _beat(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 10000)
-    socket.bind(address)
+    try:
+        socket.bind(address)
+    except BaseException:
+        socket.close()
+        raise
     return socket
 
 
-def connect_dealer(address: str, identity: bytes, receive_timeout_ms: int = -1) -> Any:
-    """A connected DEALER under an identity of its own; receives wait at most ``receive_timeout_ms``."""
+def address_of(router: Any) -> str:
+    """Where a router is bound; for ``tcp://HOST:*`` with the port it got."""
+    return str(router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+
+
+def connect_dealer(
+    address: str,
+    identity: bytes,
+    receive_timeout_ms: int = -1,
+    keys: Optional[ClientKeys] = None,
+    before: Optional[Callable[[Any], object]] = None,
+) -> Any:
+    """A connected DEALER under an identity of its own; receives wait at most ``receive_timeout_ms``.
+
+    before: is given the socket before it is connected. UsageError for an address at tcp without keys.
+    """
+    _check_not_in_the_clear(address, keys)
     socket = context().socket(zmq.DEALER)
     socket.linger = 0
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+        _beat(socket)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.RCVTIMEO, receive_timeout_ms)
+    if before is not None:
+        before(socket)
     socket.connect(address)
     return socket
+
+
+def _check_not_in_the_clear(address: str, keys: Any) -> None:
+    if not address.startswith("ipc://") and keys is None:
+        raise UsageError(
+            f"{address} would be in the clear, for everyone to read and to call: gradwire uses tcp only with keys. Make them "
+            "with `gradwire keys create DIR`; a client names its folder in GRADWIRE_KEYS"
+        )
+
+
+def _beat(socket: Any) -> None:
+    """A peer or a network that is silent for so long is gone; TCP alone would notice after hours."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+
+
+def new_keys() -> tuple[str, str]:
+    """A new key: public and secret part, in Z85. UsageError where this libzmq has no CURVE."""
+    try:
+        public, secret = zmq.curve_keypair()
+    except zmq.ZMQError as error:
+        raise UsageError("this libzmq was built without CURVE; install pyzmq from its own wheel") from error
+    return public.decode(), secret.decode()
+
+
+class Gatekeeper:
+    """ZAP (ZeroMQ's RFC 27): says whose public key may come in. One in a process, before its tcp sockets are bound.
+
+    Its ``socket`` belongs into the poller of the thread that made it; `answer` whenever it is readable.
+    """
+
+    def __init__(self, is_known: Callable[[str], bool]) -> None:
+        """is_known: whether a public key (Z85) may come in; asked at every handshake."""
+        self._is_known = is_known
+        self.socket = context().socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """Answer all that wait. What is no question of ZAP is dropped, which keeps its asker out."""
+        while (frames := receive_nowait(self.socket)) is not None:
+            if len(frames) < 8 or frames[2] != b"1.0":
+                continue
+            may = frames[4] == ZAP_DOMAIN and frames[7] == b"CURVE" and self._knows(frames[8:])
+            status, text = (b"200", b"OK") if may else (b"400", b"unknown key")
+            with contextlib.suppress(Unreachable):
+                send_nowait(self.socket, [frames[0], b"", b"1.0", frames[3], status, text, b"", b""])
+
+    def _knows(self, credentials: Sequence[bytes]) -> bool:
+        if len(credentials) != 1 or len(credentials[0]) != 32:
+            return False
+        from zmq.utils import z85
+
+        try:
+            return self._is_known(z85.encode(credentials[0]).decode())
+        except Exception:  # a folder that cannot be read lets nobody in
+            return False
+
+
+class FarEnd:
+    """What becomes of a DEALER's connection at tcp: ``socket`` is readable when there is news."""
+
+    def __init__(self, dealer: Any) -> None:
+        """Before the first message; the dealer's own thread."""
+        self._dealer = dealer
+        self._was_there = False
+        self.socket = dealer.get_monitor_socket()
+
+    def end(self) -> str:
+        """Why the connection is over; "" where it is not, as far as the news goes. Never waits."""
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self.socket.poll(0):
+            event = recv_monitor_message(self.socket, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._was_there = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return "it does not know this client's key: its public part must be in the folder server/clients there"
+            elif event == zmq.EVENT_CONNECT_RETRIED and not self._was_there:
+                return "nobody listens there"
+            elif event in (
+                zmq.EVENT_DISCONNECTED,
+                zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+            ):
+                if self._was_there:
+                    return "the connection broke"
+                return "it hung up during the handshake: is it a gradwire broker, and is server.key its public key?"
+        return ""
+
+    def close(self) -> None:
+        """Before the dealer is closed."""
+        self._dealer.disable_monitor()
+        self.socket.close(0)
 
 
 def send_nowait(socket: Any, frames: Sequence[Any]) -> None:
@@ -124,8 +283,10 @@ class Dealer:
     Used by one thread at a time.
     """
 
-    def __init__(self, address: str, identity: bytes, receive_timeout_ms: int) -> None:
-        self._socket = connect_dealer(address, identity, receive_timeout_ms)
+    def __init__(
+        self, address: str, identity: bytes, receive_timeout_ms: int, keys: Optional[ClientKeys] = None
+    ) -> None:
+        self._socket = connect_dealer(address, identity, receive_timeout_ms, keys)
 
     def send_nowait(self, frames: Sequence[Any]) -> None:
         """Send without ever blocking; Unreachable where the queue is full."""

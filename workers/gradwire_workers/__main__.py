@@ -51,7 +51,7 @@ def main(lifeline_fd: int) -> int:
     assert isinstance(config, WorkerConfig)
     try:
         desk, engine = _start(config, lifeline)
-        lifeline.send_nowait(WorkerReady(_info(engine)))
+        lifeline.send_nowait(WorkerReady(_info(engine), desk.far_endpoint))
     except CannotStart as error:
         lifeline.send_nowait(CouldNot(str(error)[-MOST_TEXT:]))
         return 1
@@ -167,6 +167,8 @@ def _open_desk(config: WorkerConfig, engine: Any) -> Any:
             tether_path=config.tether_path,
             engine=engine,
             allow=config.allow,
+            listen=config.listen,
+            keys=config.keys,
         )
     except Exception as error:
         raise CannotStart(f"it could not open its sockets: {_told(error)}") from error

@@ -53,6 +53,7 @@ from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, liste
 from gradwire_wire.words import Word, checked_word, without_operand
 from gradwire_workers import faults
 from gradwire_workers.evaluation import evaluate
+from gradwire_workers.far import FarDoor
 from gradwire_workers.interrupts import Interrupts
 from gradwire_workers.permissions import Permissions
 from gradwire_workers.program import Program, WorkerSite
@@ -70,9 +71,9 @@ SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
 
 
 class Session:
-    """One client process: its tether, the ledger it marks, and the tensors exchanged with it."""
+    """One client process: its tether (none at tcp), the ledger it marks, and the tensors exchanged with it."""
 
-    def __init__(self, client_id: bytes, tether: Tether, marks: Ledger, exchange: Exchange) -> None:
+    def __init__(self, client_id: bytes, tether: Tether | None, marks: Ledger, exchange: Exchange) -> None:
         self.client_id, self.tether, self.marks, self.exchange = client_id, tether, marks, exchange
 
 
@@ -97,14 +98,17 @@ class Desk:
         engine: Any,
         max_shared_bytes: int | None = None,
         allow: Sequence[str] | None = None,
+        listen: str = "",
+        keys: str = "",
     ) -> None:
-        """``allow``: what targets clients may name (see `permissions`); None: any."""
+        """``allow``: what targets clients may name (see `permissions`); None: any. listen, keys: see `far`."""
         self._name, self._incarnation, self._token, self._engine = name, incarnation, token, engine
         # a framework whose programs take numpy memory as it is (JAX's jit) need not make arrays of it first
         self._adopt_operand = getattr(engine, "adopt_operand", engine.adopt)
         self._router = sockets.bind_router(endpoint)
         self._listener = listen_tether(tether_path)
         self._memory = Memory(max_shared_bytes, os.path.dirname(tether_path))
+        self._far = FarDoor(listen, keys) if listen else None
         self._sessions: dict[bytes, Session] = {}
         self._tethers: dict[int, tuple[Tether, Session | None]] = {}
         self._lanes: dict[int, tuple[Lane, Session]] = {}
@@ -113,6 +117,7 @@ class Desk:
         self._permissions = None if allow is None else Permissions(allow)
         self._state = ModuleState(engine, self._register, self._find)
         self.calls = 0
+        self.far_endpoint = self._far.endpoint if self._far is not None else ""
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._interrupts = Interrupts()
         self.was_used = (
@@ -130,7 +135,8 @@ class Desk:
     def serve(self, control: Any, on_control: Callable[[], bool]) -> None:
         """Serve until ``on_control()``, called whenever the control socket is readable, returns False."""
         poller = self._poller
-        for waited in (self._router, self._listener.fileno(), control):
+        far = () if self._far is None else (self._far.router, self._far.gate.socket)
+        for waited in (self._router, self._listener.fileno(), control, *far):
             poller.register(waited, sockets.IN)
         while True:
             ready = dict(poller.poll())
@@ -145,6 +151,8 @@ class Desk:
                     self._read_tether(waited)
                 elif waited is self._router:
                     self._serve_router()
+                elif self._far is not None:
+                    self._serve_far(self._far, waited)
 
     # -- clients come and go ---------------------------------------------------------------------
 
@@ -236,6 +244,32 @@ class Desk:
         if frames is not None:
             identity, *frames = frames
             self._serve_one(self._sessions.get(identity[:16]), frames, Addressee(self._router, identity))
+
+    def _serve_far(self, far: FarDoor, waited: Any) -> None:
+        """Clients at tcp, who have no tether: they say Hello where they call, and all their tensors come in frames."""
+        if waited is far.gate.socket:
+            far.gate.answer()
+            return
+        frames = sockets.receive_nowait(far.router) if waited is far.router else None
+        if frames is None:
+            return
+        identity, *frames = frames
+        line = Addressee(far.router, identity)
+        hello = far.hello_in(identity, frames)
+        if hello is None:
+            self._serve_one(far.sessions.get(identity[:16]), frames, line)
+            return
+        try:
+            marks = self._checked_hello(hello, [])
+        except GradwireError as error:
+            far.answer(line, Refused(type(error).__name__, str(error)))
+            return
+        ours = Ledger.received([])
+        session = Session(hello.client_id, None, marks, Exchange(self._memory, None, marks, ours))
+        for left in far.admit(session):
+            self._residuals.end(left.client_id)
+            left.exchange.end()
+        far.answer(line, Welcome(messages.PROTOCOL, self._incarnation, os.getpid(), False))
 
     def _serve_lane(self, fd: int) -> None:
         lane, session = self._lanes[fd]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from gradwire.broker_link import BrokerLink, WorkerFacts
@@ -12,6 +14,7 @@ from gradwire.configuration import Configuration, WorkerEntry, read
 from gradwire.fleet import spec_of, start_together
 from gradwire.private_broker import Sharing
 from gradwire_wire.errors import ConnectError, UsageError
+from gradwire_wire.keys import server_key
 from gradwire_wire.rendezvous import find_cards
 
 __all__ = ["add_parser", "run"]
@@ -76,6 +79,10 @@ def _check(configuration: Configuration, arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--listen and --keys go together: tcp is never in the clear. Make keys with: gradwire keys create DIR"
         )
+    if arguments.listen:
+        if not re.fullmatch(r"tcp://[^:/]+:\d+|tcp://\[[^\]/]+\]:\d+", arguments.listen):
+            raise UsageError(f"--listen {arguments.listen}: write it as tcp://HOST:PORT")
+        server_key(Path(arguments.keys))
     for card in find_cards(os.environ):
         if card.name == configuration.name:
             raise ConnectError(

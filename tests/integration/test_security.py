@@ -1,0 +1,317 @@
+"""Who may do what: restricted targets, keys over tcp, and nothing in the clear."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+import gradwire as gw
+from gradwire.commands import main
+from gradwire.shared_broker import card_of
+from gradwire_wire import control, keys, sockets
+from gradwire_wire.errors import UsageError
+
+OPS = """
+import os
+import numpy as np
+from subprocess import Popen
+
+def double(x):
+    return 2 * x
+
+def sleep(seconds):
+    import time
+    time.sleep(seconds)
+
+class Sum:
+    def __init__(self):
+        self.total = 0.0
+    def __call__(self, x):
+        self.total = self.total + np.sum(x)
+        return self.total
+"""
+
+FILE = """
+name = "{name}"
+allow = ["far_ops.*"]
+[workers.w]
+framework = "numpy"
+modules.sum = "private_ops.py:Sum"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("security")
+    (made / "far_ops.py").write_text(OPS)
+    (made / "private_ops.py").write_text(OPS)
+    return made
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def gradwire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def far(folder: Path) -> Iterator[str]:
+    """The tcp address of a broker whose clients' keys are in folder/keys/clients."""
+    assert main(["keys", "create", str(folder / "keys"), "--client", "alice"]) == 0
+    (folder / "far.toml").write_text(FILE.format(name="tests-far"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    done = gradwire("up", str(folder / "far.toml"), "--listen", address, "--keys", str(folder / "keys"))
+    assert done.returncode == 0, done.stderr
+    yield address
+    assert gradwire("stop", "--all", "--broker", "tests-far").returncode == 0
+
+
+@pytest.fixture
+def alice(folder: Path, far: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a client's keys, named in the environment."""
+    monkeypatch.setenv("GRADWIRE_KEYS", str(folder / "keys" / "clients" / "alice"))
+    return folder / "keys" / "clients" / "alice"
+
+
+# ---- Restricted targets --------------------------------------------------------------------------------------------
+
+
+def test_a_restricted_broker_calls_what_it_allows(far: str) -> None:
+    with gw.connect("tests-far") as bridge:
+        worker = bridge["w"]
+        np.testing.assert_array_equal(worker.function("far_ops:double")(np.ones(3)), [2, 2, 2])
+        assert worker.module("far_ops:Sum")(np.ones(3)) == 3
+        assert isinstance(float(worker.module("sum")(0)), float), "what its file loads, wherever it is from"
+        for target in (
+            "os:system",
+            "far_ops:Popen",
+            "far_ops:os.system",
+            "private_ops.py:double",
+            "private_ops:double",
+        ):
+            with pytest.raises(gw.UnknownTargetError, match=r"may not be called here.*far_ops\.\*"):
+                worker.function(target)
+        with pytest.raises(gw.UnknownTargetError, match="may not be called here"):
+            worker.module("sum").optimizer("os:system")
+
+
+def test_nobody_starts_another_worker_to_get_around_it(far: str) -> None:
+    with gw.connect("tests-far") as bridge:
+        with pytest.raises(gw.UsageError, match="restricts which targets"):
+            bridge.worker("numpy")
+        assert [worker.name for worker in bridge.workers()] == ["w"]
+        bridge["w"].restart()
+        with pytest.raises(gw.UnknownTargetError, match="may not be called here"):
+            bridge["w"].function("os:system")
+
+
+# ---- Over tcp ------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_is_called_over_tcp_with_keys(far: str, alice: Path) -> None:
+    with gw.connect(far) as bridge:
+        worker = bridge["w"]
+        assert worker.info["carried_by"] == "messages"
+        double = worker.function("far_ops:double")
+        for n in (0, 1, 1000, 1 << 20):
+            x = np.arange(n, dtype=np.float64)
+            np.testing.assert_array_equal(double(x), 2 * x)
+        before = float(worker.module("sum")(0))
+        assert float(worker.module("sum")(np.full(5000, 2.0))) == before + 10_000
+        with gw.connect("tests-far") as near:
+            assert float(near["w"].module("sum")(0)) == before + 10_000, "the same worker"
+        with pytest.raises(gw.UnknownTargetError, match="may not be called here"):
+            worker.function("os:system")
+        with pytest.raises(gw.UsageError, match="neither started nor ended"):
+            bridge.worker("numpy")
+        with pytest.raises(gw.UsageError, match="neither started nor ended"):
+            worker.restart()
+        answers: list[bool] = []
+
+        def ask(i: int) -> None:
+            answers.extend(bool(np.all(double(np.full(100, i)) == 2 * i)) for _ in range(20))
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert answers == [True] * 80
+        with pytest.raises(gw.DeadlineError):
+            worker.function("far_ops:sleep").options(timeout=0.2)(1.0)
+        assert double(1) == 2
+
+
+def test_by_a_file_that_names_address_and_keys(
+    far: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRADWIRE_KEYS", raising=False)
+    (folder / "remote.toml").write_text(f'address = "{far}"\nkeys = "keys/clients/alice"\n')
+    with gw.connect(folder / "remote.toml") as bridge:
+        assert bridge["w"].function("far_ops:double")(2) == 4
+
+
+def test_a_key_that_is_not_known_is_refused_by_zap(
+    far: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.create_server(tmp_path / "others")
+    mallory = keys.add_client(tmp_path / "others", "mallory")
+    (mallory / "server.key").write_text((folder / "keys/server/public.key").read_text())
+    monkeypatch.setenv("GRADWIRE_KEYS", str(mallory))
+    begin = time.monotonic()
+    with pytest.raises(gw.ConnectError, match="does not know this client's key"):
+        gw.connect(far)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_client_is_locked_out_by_removing_its_key(
+    far: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["keys", "add", str(folder / "keys"), "bob"]) == 0
+    monkeypatch.setenv("GRADWIRE_KEYS", str(folder / "keys/clients/bob"))
+    with gw.connect(far) as bridge:
+        assert bridge["w"].function("far_ops:double")(2) == 4
+    (folder / "keys/server/clients/bob.key").unlink()
+    with pytest.raises(gw.ConnectError, match="does not know this client's key"):
+        gw.connect(far)
+
+
+def test_a_server_that_has_another_key_is_not_believed(
+    far: str, alice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.create_server(tmp_path / "others")
+    for name in ("public.key", "secret.key", "server.key"):
+        source = tmp_path / "others/server/public.key" if name == "server.key" else alice / name
+        (tmp_path / name).write_text(source.read_text())
+        (tmp_path / name).chmod(0o600)
+    monkeypatch.setenv("GRADWIRE_KEYS", str(tmp_path))
+    with pytest.raises(gw.ConnectError, match="hung up during the handshake"):
+        gw.connect(far)
+
+
+def test_nobody_there_is_told_at_once(alice: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(gw.ConnectError, match="nobody listens there"):
+        gw.connect(f"tcp://127.0.0.1:{free_port()}")
+    assert time.monotonic() - begin < 10
+
+
+# ---- Never in the clear --------------------------------------------------------------------------------------------
+
+
+def test_tcp_without_keys_is_refused_before_a_byte_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_KEYS", raising=False)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(0.3)
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(gw.UsageError, match="never in the clear"):
+            gw.connect(address)
+        with pytest.raises(UsageError, match="in the clear"):
+            sockets.connect_dealer(address, b"me")
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    with pytest.raises(UsageError, match="in the clear"):
+        sockets.bind_router("tcp://127.0.0.1:*")
+
+
+def test_a_broker_does_not_listen_without_keys(folder: Path) -> None:
+    (folder / "clear.toml").write_text('[workers.w]\nframework = "numpy"\n')
+    done = gradwire("up", str(folder / "clear.toml"), "--listen", "tcp://127.0.0.1:5999")
+    assert done.returncode == 1 and "never in the clear" in done.stderr
+    done = gradwire(
+        "up", str(folder / "clear.toml"), "--listen", "tcp://127.0.0.1:5999", "--keys", str(folder)
+    )
+    assert done.returncode == 1 and "secret.key cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = gradwire("up", str(folder / "clear.toml"), "--listen", "127.0.0.1", "--keys", str(folder))
+    assert done.returncode == 1 and "tcp://HOST:PORT" in done.stderr
+
+
+def test_r65_a_port_that_is_taken_is_named(far: str, folder: Path) -> None:
+    (folder / "taken.toml").write_text('[workers.w]\nframework = "numpy"\n')
+    done = gradwire("up", str(folder / "taken.toml"), "--listen", far, "--keys", str(folder / "keys"))
+    assert done.returncode == 1 and f"it cannot listen at {far}: Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_peer_without_curve_is_not_heard(far: str) -> None:
+    """A plain ZeroMQ client that knows the token of the card gets no answer, and the broker lives."""
+    token = bytes.fromhex(card_of("tests-far").token)
+    plain = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        plain.linger = 0
+        plain.connect(far)
+        plain.send(control.pack(control.Attach(control.PROTOCOL, token, 1)))
+        assert not plain.poll(1000)
+    finally:
+        plain.close()
+    with gw.connect("tests-far") as bridge:
+        assert bridge["w"].alive
+
+
+def test_a_far_client_cannot_end_anything_by_saying_so(far: str, alice: Path) -> None:
+    dealer = sockets.connect_dealer(far, os.urandom(16), 10_000, keys.client_keys(alice))
+    try:
+
+        def ask(message: object) -> object:
+            sockets.send_nowait(dealer, [control.pack(message)])
+            return control.unpack(sockets.receive(dealer)[0])
+
+        assert isinstance(ask(control.Attach(control.PROTOCOL, b"", 1)), control.Attached)
+        present = ask(control.Look(1))
+        assert isinstance(present, control.Present)
+        assert present.endpoint.startswith("tcp://127.0.0.1:") and not present.tether_path
+        assert isinstance(control.unpack(sockets.receive(dealer)[0]), control.Looked)
+        for message in (control.ShutDown(1.0), control.Stop(present.incarnation, 1.0)):
+            refused = ask(message)
+            assert isinstance(refused, control.Refused) and "neither started nor ended" in refused.message
+        assert isinstance(ask(control.Restart(2, present.incarnation)), control.Denied)
+    finally:
+        dealer.close()
+    with gw.connect("tests-far") as bridge:
+        assert bridge["w"].alive
+
+
+# ---- Keys ----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_files_that_only_their_owner_reads(tmp_path: Path) -> None:
+    keys.create_server(tmp_path / "k")
+    theirs = keys.add_client(tmp_path / "k", "carol")
+    assert stat.S_IMODE((tmp_path / "k").stat().st_mode) == 0o700
+    for secret in (tmp_path / "k/server/secret.key", theirs / "secret.key"):
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert keys.is_known(tmp_path / "k", (theirs / "public.key").read_text().strip())
+    with pytest.raises(UsageError, match="has a key already"):
+        keys.create_server(tmp_path / "k")
+    with pytest.raises(UsageError, match="there is a client 'carol' already"):
+        keys.add_client(tmp_path / "k", "carol")
+    with pytest.raises(UsageError, match="a client's name is made of"):
+        keys.add_client(tmp_path / "k", "../carol")
+    with pytest.raises(UsageError, match="a client needs the folder of its own"):
+        keys.client_keys(tmp_path / "k")
+    (theirs / "secret.key").chmod(0o644)
+    with pytest.raises(UsageError, match="can be read by others"):
+        keys.client_keys(theirs)
+    (theirs / "server.key").write_text("no key\n")
+    (theirs / "secret.key").chmod(0o600)
+    with pytest.raises(UsageError, match="does not hold a key"):
+        keys.client_keys(theirs)
