@@ -223,7 +223,7 @@ def test_a_lifeline_that_nobody_reads_does_not_block(line: Any) -> None:
 def test_facts_of_any_type_are_told_as_text(line: Any) -> None:
     ours, theirs = line
     ours.send_nowait(WorkerReady({"version": ValueError("odd")}, ""))
-    assert json.loads(theirs.recv(1000)) == ["WorkerReady", {"version": "odd"}]
+    assert json.loads(theirs.recv(1000)) == ["WorkerReady", {"version": "odd"}, ""]
 
 
 # ---- The command line's program ------------------------------------------------------------------------------------
