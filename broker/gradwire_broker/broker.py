@@ -218,10 +218,10 @@ class Broker:
                 worker.stop(CLIENT_GONE_S)
 
     def _all_workers(self) -> list[Worker]:
-        """Those that live, and of the other names the last that had it."""
+        """Those that live, and of the other names the last that had it; by name."""
         names = {worker.place.name for worker in self._workers.values()}
         ended = [worker for name, worker in self._ended_workers.items() if name not in names]
-        return [*self._workers.values(), *ended]
+        return sorted([*self._workers.values(), *ended], key=lambda worker: worker.place.name)
 
     def _tell_log(self, client: bytes, message: control.ReadLog) -> None:
         for worker in self._all_workers():

@@ -53,6 +53,7 @@ def _connect_by_file(configuration: Configuration, start_timeout: float) -> Brid
     bridge = Bridge(BrokerLink.start_private(start_timeout, expected_workers=len(configuration.workers)))
     try:
         start_together(configuration.workers.values(), bridge._start_entry)
+        bridge._workers = {name: bridge._workers[name] for name in configuration.workers}  # as in the file
     except BaseException:
         bridge.close()
         raise
@@ -190,7 +191,7 @@ class Bridge:
             return made
 
     def workers(self) -> list[Worker]:
-        """All workers, in the order they were started. On a shared broker: all that are ready."""
+        """All workers, in the order of the file or of their start. On a shared broker: all that are ready, by name."""
         if self._link.is_shared:
             self._check_usable()
             ready = [present for present in self._link.look() if present.state in ("idle", "busy")]
