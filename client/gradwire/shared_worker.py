@@ -13,7 +13,7 @@ from gradwire.families import barrier
 from gradwire.far import FarConnection
 from gradwire.worker import HANDSHAKE_S, Worker
 from gradwire_wire.control import Present
-from gradwire_wire.errors import GradwireError
+from gradwire_wire.errors import GradwireError, UsageError
 from gradwire_wire.exchange import Memory
 
 __all__ = ["SharedWorker"]
@@ -62,6 +62,14 @@ class SharedWorker(Worker):
             return False
         self._found = present
         return True
+
+    def restart(self) -> None:
+        """End the process for all its clients and start it again as at first; not over tcp, which raises UsageError."""
+        if self._link.keys is not None:
+            raise UsageError(
+                "over tcp workers are used, and neither started nor ended: do that where the broker runs"
+            )
+        super().restart()
 
     def close(self) -> None:
         """Let go of it; the process goes on for others (``gradwire stop NAME`` ends it). Idempotent."""
