@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -259,3 +260,52 @@ def test_r68_a_call_that_comes_back_is_refused_at_once(three: list[gw.Worker], w
         relay.options(timeout=20.0)(X, stations)
     assert time.monotonic() - start < 3.0
     np.testing.assert_array_equal(relay(X, [station(b), station(c)]), X * 2)
+
+
+RING = """
+import gradwire as gw
+
+proxies = {}
+
+def pass_on(x, stations):
+    "x doubled by the last of the stations, each a worker of the shared broker that this one runs under."
+    if not stations:
+        return x * 2
+    here, *rest = stations
+    if here not in proxies:
+        proxies[here] = gw.connect("tests-ring")[here].function("ring.py:pass_on")
+    return proxies[here](x, rest)
+"""
+
+
+def test_r68_workers_of_a_shared_broker_call_each_other(tmp_path: pathlib.Path) -> None:
+    """By what users have: `gradwire.connect` in the worker's own code."""
+    (tmp_path / "ring.py").write_text(RING)
+    lines = ['name = "tests-ring"', *(f'[workers.{name}]\nframework = "numpy"' for name in "abc")]
+    (tmp_path / "ring.toml").write_text("\n".join(lines))
+
+    def command(*arguments: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, "-m", "gradwire", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    address = command("up", str(tmp_path / "ring.toml"))
+    try:
+        with gw.connect(address) as bridge:
+            pass_on = bridge["a"].function("ring.py:pass_on").options(timeout=30.0)
+            big = np.arange(50_000.0)
+            np.testing.assert_array_equal(pass_on(big, ["b", "c"]), big * 2)
+            for way in (["a"], ["b", "a"], ["b", "c", "a"], ["b", "c", "b"]):
+                start = time.monotonic()
+                with pytest.raises(gw.UsageError, match="A → B → A"):
+                    pass_on(big, way)
+                assert time.monotonic() - start < 5.0, way
+            np.testing.assert_array_equal(pass_on(big, ["c", "b"]), big * 2)
+    finally:
+        command("stop", "--all", "--broker", "tests-ring")
