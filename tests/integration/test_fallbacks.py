@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,82 @@ with Bridge(BrokerLink.start_private(30.0), max_shared_bytes=16 << 20) as bridge
 
 def test_r50_a_limit_of_16_mb_and_32_mb_to_send() -> None:
     assert run(R50.format(targets=str(HERE / "targets")))[0] == "fine\n"
+
+
+# ---- Other users, other PID namespaces -----------------------------------------------------------------------------------
+
+STRANGER = """
+import os, sys
+from gradwire_wire.errors import ConnectError
+from gradwire_wire.tether import TetherClosedError, connect_tether
+path = sys.argv[1]
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+try:
+    tether = connect_tether(path, 5)
+    tether.receive(5)
+except ConnectError as error: print("ConnectError", error)
+except TetherClosedError: print("hung up")
+else: print("let in")
+"""
+
+CALLER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+import fragile
+double = fragile.remote_of(eval(sys.argv[2]), "fragile:double")
+x = np.arange(100_000.0)
+kept = [double(x + i) for i in range(5)]
+assert all((y == 2 * (x + i)).all() for i, y in enumerate(kept))
+print(double.handle._ready().exchange.carried_by, os.getpid() < 50)
+"""
+
+
+def as_stranger(path: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", STRANGER, path], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_r57_another_user_is_kept_out_by_the_folder_and_by_the_kernels_word(short: Path) -> None:
+    import gradwire as gw
+    from gradwire_wire.tether import accept_tether, listen_tether
+
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[str(HERE / "targets")], threads=1)
+        assert "Permission denied" in as_stranger(worker._connection.facts.tether_path)
+    os.chmod(short, 0o755)  # and were the folder open: SO_PEERCRED
+    listener = listen_tether(str(short / "t"))
+    os.chmod(short / "t", 0o777)
+    listener.settimeout(20)
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(accept_tether(listener)))
+    thread.start()
+    assert as_stranger(str(short / "t")) == "hung up\n"
+    thread.join()
+    listener.close()
+    assert taken == [None]
+
+
+def test_memory_is_shared_across_pid_namespaces() -> None:
+    import gradwire as gw
+
+    unshare = shutil.which("unshare")
+    command = [unshare or "unshare", "--pid", "--fork", "--mount-proc"]
+    if unshare is None or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody make a PID namespace")
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[str(HERE / "targets")], threads=1)
+        facts = repr(list(worker._connection.facts[:6]))
+        ended = subprocess.run(
+            [*command, sys.executable, "-c", CALLER, str(HERE / "targets"), facts],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert ended.stdout == "shared memory True\n", ended.stderr
