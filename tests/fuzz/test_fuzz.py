@@ -41,7 +41,7 @@ from gradwire_wire.segments import Ledger  # noqa: E402
 from gradwire_wire.structures import fill, positional  # noqa: E402
 from gradwire_wire.tether import connect_tether  # noqa: E402
 
-TARGETS = 5
+TARGETS = 6
 SECONDS = float(os.environ.get("GRADWIRE_FUZZ_S", "60")) / TARGETS
 SEED = int(os.environ.get("GRADWIRE_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
@@ -363,3 +363,40 @@ def test_r57_a_client_of_a_worker_that_lies(folder: Path, chance: random.Random)
     assert program.returncode == 0, f"{program.returncode}\n{output}\n{errors[-6000:]}"
     print(liar.said, output)
     assert liar.said > 50 and "answered" in output, (liar.said, output)
+
+
+# ---- Headers -------------------------------------------------------------------------------------------------------------
+
+
+def test_r57_headers_between_guard_pages() -> None:
+    """hypothesis looks for a header that reaches past its segment: that would be a SIGSEGV."""
+    examples = int(200 * SECONDS)
+    ended = subprocess.run(
+        [sys.executable, str(HERE / "borrowing.py"), str(examples)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS + 90,
+    )
+    assert ended.returncode == 0, f"{ended.returncode}\n{ended.stdout}\n{ended.stderr[-4000:]}"
+    assert int(ended.stdout) > examples // 500, "too few headers were accepted for this to show anything"
+
+
+def test_the_guards_do_guard() -> None:
+    """A read just past a segment ends the process."""
+    code = """
+import ctypes, sys
+sys.path.insert(0, sys.argv[1])
+import guards
+guards.install()
+from gradwire_wire.segments import OwnSegment
+own = OwnSegment(1, 4096)
+ctypes.string_at(own.address + 4095, 1)
+print("inside", flush=True)
+ctypes.string_at(own.address + int(sys.argv[2]), 1)
+"""
+    for past in (4096, -1):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(HERE), str(past)], capture_output=True, check=False
+        )
+        assert (ended.returncode, ended.stdout) == (-11, b"inside\n")
