@@ -9,16 +9,19 @@ returned unread, and is never anybody else's.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from gradwire.broker_link import BrokerLink, WorkerFacts
-from gradwire.lines import Line, Lines, lanes_wanted
+from gradwire.lines import Line, Lines, fits, lanes_wanted
+from gradwire.plans import Plan, Seen, Short, add, next_number, short_of, signature_of
+from gradwire.site import Outcome, Site
 from gradwire_wire import errors, messages, sockets
 from gradwire_wire.chain import check_not_in_chain, serving
 from gradwire_wire.errors import (
@@ -33,11 +36,13 @@ from gradwire_wire.errors import (
     WorkerDiedError,
     remote_error,
 )
-from gradwire_wire.exchange import Exchange, Memory, close_all
+from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
 from gradwire_wire.lane import TooLong
-from gradwire_wire.messages import Done, Failed, Long
+from gradwire_wire.messages import Call, Done, Failed, Long
+from gradwire_wire.plans import MAX_RELEASED
 from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import TetherClosedError, connect_tether
+from gradwire_wire.words import Word
 
 __all__ = ["Connection"]
 
@@ -62,6 +67,7 @@ class Connection:
         self._pid = os.getpid()
         self._client_id = b"c" + os.urandom(15)
         self._call_ids = itertools.count(1)
+        self._seen = Seen()
         self.released: deque[int] = deque()
         self._gone = threading.Event()
         self._broken: str | None = None
@@ -137,50 +143,201 @@ class Connection:
         headers = self.exchange.lend(carriers, further)
         call_id = next(self._call_ids)
         line = self._send(make(call_id, headers), headers, further)
-        received: list[Any] = []
+        reply, frames = self._finish(line, call_id, start, timeout_s)
+        self._lines.check_in(line)
+        return reply, frames[1:]
+
+    def evaluate(
+        self,
+        remote: int,
+        site: Site,
+        word: Word,
+        carriers: Sequence[Any],
+        keep: int,
+        token: int | list[Any],
+        token_ops: int,
+    ) -> Outcome:
+        """Make a call; one that is made again and again is short (`gradwire_wire.plans`). Blocks as `request` does."""
+        self._check_usable()
         try:
-            reply, rest = self._wait(
-                line, call_id, None if timeout_s is None else start + timeout_s, received
-            )
+            signature = signature_of(carriers) if type(token) is int and not site.seeded else None
+            call = _Template(remote, site, word, keep, token, token_ops, serving())
+            if signature is not None:
+                key = call.key(signature)
+                line = self._lines.check_out(0, 0)
+                plan = line.plans.get(key)
+                if plan is None:
+                    self._lines.check_in(line)
+                else:
+                    try:
+                        return self._evaluate_short(line, plan, carriers, token, site.timeout_s)
+                    except (NotShared, TooLong):
+                        pass
+            return self._evaluate_long(call, signature, carriers)
+        except GradwireError as error:
+            self.last_error = (time.monotonic(), _without_frames(error))
+            raise
+
+    def _evaluate_short(
+        self, line: Line, plan: Plan, carriers: Sequence[Any], token: Any, timeout_s: float | None
+    ) -> Outcome:
+        """Make a planned call by its line. `NotShared`, TooLong: it must be long this time."""
+        start = time.perf_counter()
+        if self._lines.aside:
+            self._collect()
+        released = self.take_released(MAX_RELEASED) if self.released else ()
+        call_id = next(self._call_ids)
+        try:
+            loans = plan.put(carriers, call_id, token, released)
+        except BaseException:
+            self.released.extend(released)
+            self._lines.check_in(line)
+            raise
+        try:
+            line.send_short_nowait(plan.nbytes)
+        except TooLong:
+            self.exchange.take_back_loans(loans)
+            self._lines.check_in(line)
+            self.released.extend(released)
+            raise
+        except sockets.Unreachable:
+            self.exchange.take_back_loans(loans)
+            line.close()
+            self._raise_unreachable()
+        except BaseException:  # perhaps sent
+            line.close()
+            raise
+        reply, frames = self._finish(line, call_id, start, timeout_s, plan)
+        if type(reply) is Done:
+            return self._outcome(line, plan, reply, frames[1:])
+        try:
+            results = plan.take()
+        except BaseException:
+            line.close()
+            self._give_back(reply.token)
+            raise
+        self._lines.check_in(line)
+        return Outcome(results, plan.structure, reply.token)
+
+    def _evaluate_long(
+        self, call: _Template, signature: tuple[Any, ...] | None, carriers: Sequence[Any]
+    ) -> Outcome:
+        """Make a call by a message, which is a Plan where the call was made before."""
+        start = time.perf_counter()
+        if self._lines.aside:
+            self._collect()
+        further: list[Any] = []
+        headers = self.exchange.lend(carriers, further)
+        released = self.take_released() if self.released else []
+        message = call.message(next(self._call_ids), headers, released)
+        key = call.key(signature)
+        plan = None
+        if signature is not None and not further and self._seen.note(key):
+            line, plan = self._send_plan(message, signature, headers)
+        if plan is None:
+            line = self._send(message, headers, further)
+        reply, frames = self._finish(line, message.call_id, start, call.site.timeout_s)
+        if plan is not None:
+            add(line, key, plan)
+        return self._outcome(line, plan, reply, frames[1:])
+
+    def _send_plan(
+        self, call: Call, signature: tuple[Any, ...], headers: Sequence[Any]
+    ) -> tuple[Line, Plan | None]:
+        """Send a call as a Plan, by a line that carries such; the plan is None where that cannot be, and nothing sent."""
+        line = self._lines.check_out(0, 0)
+        number = next_number(line)
+        try:
+            plan = Plan(number, line, signature, self.exchange)
+            frame = messages.pack(messages.Plan(*call, number, line.inlined, line.room))
+        except (ProtocolError, errors.UsageError):
+            plan = None
+        if plan is not None and fits(line, len(frame)):
+            with contextlib.suppress(TooLong):
+                self._send_by(line, [frame], headers)
+                return line, plan
+        self._lines.check_in(line)
+        return line, None
+
+    def _outcome(self, line: Line, plan: Plan | None, done: Done, further: Sequence[bytes]) -> Outcome:
+        """What a long answer brought."""
+        try:
+            results = self.exchange.borrow_all(done.headers, further)
+            if plan is not None:
+                plan.note_done(done, self.exchange)
+        except BaseException:
+            self._give_back(done.token)
+            line.close()
+            raise
+        self._lines.check_in(line)
+        return Outcome(results, done.structure, done.token)
+
+    def _give_back(self, token: int) -> None:
+        if token:
+            self.released.append(token)
+
+    def _finish(
+        self, line: Line, call_id: int, start: float, timeout_s: float | None, plan: Plan | None = None
+    ) -> tuple[Any, Sequence[bytes]]:
+        """Wait for the answer to what was sent: a Done and its frames, or a `Short`. The line stays checked out.
+
+        Raises what a Failed says, and then the line is back.
+        """
+        seen: list[Any] = []
+        try:
+            deadline = None if timeout_s is None else start + timeout_s
+            reply, frames = self._wait(line, call_id, deadline, plan, seen)
         except (KeyboardInterrupt, DeadlineError):
-            self._abandon(line, call_id, received)
+            self._abandon(line, call_id, seen, plan)
             raise
         except BaseException:
             line.close()
             raise
-        self._lines.check_in(line)
         self.calls += 1
         self.waited_s += time.perf_counter() - start
         if type(reply) is Failed:
+            self._lines.check_in(line)
             raise _error_of(reply, self.facts.name)
         self.compute_ns += reply.compute_ns
-        return reply, rest
+        return reply, frames
 
     def _send(self, message: Any, headers: Sequence[Any], further: Sequence[Any]) -> Line:
         """Send a message; the line that its reply will come on."""
-        line: Line | None = None
         try:
             frame = messages.pack(message)
             line = self._lines.check_out(len(frame), len(further))
+        except BaseException:  # certainly not sent
+            self.exchange.take_back(headers)
+            raise
+        try:
+            self._send_by(line, [frame, *further], headers)
+        except TooLong:
+            self._lines.check_in(line)
             try:
-                line.send_nowait([frame, *further])
-            except TooLong:
-                self._lines.check_in(line)
                 line = self._lines.check_out_dealer()
-                line.send_nowait([frame, *further])
+            except BaseException:
+                self.exchange.take_back(headers)
+                raise
+            self._send_by(line, [frame, *further], headers)
+        return line
+
+    def _send_by(self, line: Line, frames: Sequence[Any], headers: Sequence[Any]) -> None:
+        """Send frames. TooLong: it must go by another line, and nothing was sent."""
+        try:
+            line.send_nowait(frames)
+        except TooLong:
+            raise
         except sockets.Unreachable:
             self.exchange.take_back(headers)
-            if line is not None:
-                line.close()
+            line.close()
             self._raise_unreachable()
         except Exception:  # certainly not sent
             self.exchange.take_back(headers)
+            line.close()
             raise
         except BaseException:  # perhaps sent, perhaps in part
-            if line is not None:
-                line.close()
+            line.close()
             raise
-        return line
 
     def tell(self, message: Any) -> None:
         """Send a message that has no reply; it is lost where the worker is gone. Never waits."""
@@ -205,21 +362,34 @@ class Connection:
         check_not_in_chain(self.facts.incarnation, self.facts.name, serving())
 
     def _wait(
-        self, line: Line, call_id: int, deadline: float | None, received: list[Any]
+        self,
+        line: Line,
+        call_id: int,
+        deadline: float | None,
+        plan: Plan | None,
+        seen: list[Any],
     ) -> tuple[Any, Sequence[bytes]]:
-        """The reply and its further frames; noted in ``received`` at once, for whoever is interrupted after that."""
+        """The reply and its frames; noted in ``seen`` at once, for whoever is interrupted after that."""
         while True:
             try:
-                frames = line.receive()
+                received = line.receive()
             except sockets.Again:
                 self._look_around(deadline)
                 continue
             except sockets.Unreachable:
                 self._raise_unreachable(was_running=True)
-            frames, reply = self._read(frames)
+            if type(received) is int:
+                if plan is None:
+                    raise ProtocolError("a short answer to a long message")
+                short = plan.head(received)
+                if short.call_id != call_id:
+                    raise ProtocolError("a short answer to another call")
+                seen.append(short)
+                return short, ()
+            frames, reply = self._read(received)  # type: ignore[arg-type]
             if reply.call_id == call_id or (reply.call_id == 0 and type(reply) is Failed):
-                received.append(reply)
-                return reply, frames[1:]
+                seen.append(reply)
+                return reply, frames
             self._decline(reply)
 
     def _read(self, frames: list[bytes]) -> tuple[list[bytes], Any]:
@@ -291,9 +461,10 @@ class Connection:
 
     # -- calls nobody waits for ------------------------------------------------------------------
 
-    def _abandon(self, line: Line, call_id: int, received: Sequence[Any]) -> None:
-        if received:  # interrupted after the reply had come: nobody will look at it
-            self._decline(received[0])
+    def _abandon(self, line: Line, call_id: int, seen: Sequence[Any], plan: Plan | None) -> None:
+        if seen:  # interrupted after the reply had come: nobody will look at it
+            self._decline_seen(seen[0], plan)
+            line.plans.clear()
             self._lines.check_in(line)
             return
         self._ours.cancel(call_id)
@@ -302,7 +473,22 @@ class Connection:
 
     def _collect(self) -> None:
         """Late replies are returned unread, and their lines are good again."""
-        self._lines.collect(lambda frames: self._decline(self._read(frames)[1]))
+        self._lines.collect(self._decline_late)
+
+    def _decline_late(self, line: Line, received: list[bytes] | int) -> None:
+        """The late answer on a line that was set aside. What it may have changed about plans nobody took note of."""
+        if type(received) is int:
+            self._decline_seen(*short_of(line, received))
+        else:
+            self._decline(self._read(received)[1])  # type: ignore[arg-type]
+        line.plans.clear()
+
+    def _decline_seen(self, reply: Any, plan: Plan | None) -> None:
+        if type(reply) is Short and plan is not None:
+            plan.decline()
+            self._give_back(reply.token)
+        else:
+            self._decline(reply)
 
     def _decline(self, reply: Any) -> None:
         if type(reply) is Done:
@@ -318,10 +504,10 @@ class Connection:
         if self.released:
             self.tell(messages.Release(self.take_released()))
 
-    def take_released(self) -> list[int]:
+    def take_released(self, most: int = 1 << 20) -> list[int]:
         """Tokens dropped since the last message, to be named in the next."""
-        taken = []
-        while self.released:
+        taken: list[int] = []
+        while self.released and len(taken) < most:
             try:
                 taken.append(self.released.popleft())
             except IndexError:
@@ -372,6 +558,41 @@ class Connection:
         self._gone.set()
         if self._pid == os.getpid():
             self.exchange.end()
+
+
+class _Template(NamedTuple):
+    """A call without its tensors."""
+
+    remote: int
+    site: Site
+    word: Word
+    keep: int
+    token: Any
+    token_ops: int
+    chain: list[bytes]
+
+    def key(self, signature: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """What its plan is found by."""
+        chain = tuple(self.chain) if self.chain else ()
+        return (self.remote, self.site.number, self.word, self.keep, self.token_ops, chain, signature)
+
+    def message(self, call_id: int, headers: list[Any], released: list[int]) -> Call:
+        site = self.site
+        return Call(
+            call_id,
+            self.remote,
+            site.structure,
+            self.word,
+            self.keep,
+            self.token,
+            self.token_ops,
+            site.training,
+            site.flags,
+            site.seed,
+            headers,
+            released,
+            self.chain,
+        )
 
 
 def _without_frames(error: GradwireError) -> GradwireError:

@@ -45,7 +45,8 @@ class FarConnection(Connection):
     def _answer(self, line: sockets.Dealer, timeout_s: float) -> Any:
         for _ in range(max(1, int(1000 * timeout_s / LOOK_MS))):
             try:
-                return messages.unpack(line.receive()[0])
+                received = line.receive()
+                return messages.unpack(b"" if type(received) is int else received[0])  # type: ignore[index]
             except sockets.Again:
                 if self._is_gone():
                     raise ConnectError(f"worker {self.facts.name!r} ended during the handshake") from None

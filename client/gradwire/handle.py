@@ -12,7 +12,6 @@ from gradwire.connection import Connection
 from gradwire.site import Outcome, Site, SpecResult
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
-from gradwire_wire.chain import serving
 from gradwire_wire.dtypes import checked_dtype
 from gradwire_wire.errors import ProtocolError, ResidualLostError, WorkerDiedError
 from gradwire_wire.structures import fill, flatten
@@ -153,48 +152,11 @@ class Handle:
                 carriers[len(carriers) - linear :]
             )
             try:
-                return self._send(connection, site, word, brief, keep, rows, token_ops)
+                return connection.evaluate(self._remote, site, word, brief, keep, rows, token_ops)
             except ResidualLostError as error:
                 if not getattr(error, "recompute", False):
                     raise
-        return self._send(connection, site, word, carriers, keep, rows, token_ops)
-
-    def _send(
-        self,
-        connection: Connection,
-        site: Site,
-        word: Word,
-        carriers: Sequence[Carrier | None],
-        keep: int,
-        token: Any,
-        token_ops: int,
-    ) -> Outcome:
-        released = connection.take_released() if connection.released else []
-
-        def make(call_id: int, headers: list[Any]) -> messages.Call:
-            return messages.Call(
-                call_id,
-                self._remote,
-                site.structure,
-                word,
-                keep,
-                token,
-                token_ops,
-                site.training,
-                site.flags,
-                site.seed,
-                headers,
-                released,
-                serving(),
-            )
-
-        reply, frames = connection.request(make, carriers, site.timeout_s)
-        try:
-            results = connection.exchange.borrow_all(reply.headers, frames)
-        except BaseException:
-            self.release(reply.token)
-            raise
-        return Outcome(results, reply.structure, reply.token)
+        return connection.evaluate(self._remote, site, word, list(carriers), keep, rows, token_ops)
 
     def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
         """Shapes, dtypes and tree of the results, without a real run. Cached by site and avals."""

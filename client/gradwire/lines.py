@@ -18,7 +18,7 @@ from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
 from gradwire_wire.sockets import ClientKeys, Dealer, SocketError, Unreachable
 
-__all__ = ["Line", "Lines", "lanes_wanted"]
+__all__ = ["Line", "Lines", "fits", "lanes_wanted"]
 
 Line = Lane | Dealer
 
@@ -26,6 +26,11 @@ Line = Lane | Dealer
 def lanes_wanted() -> bool:
     """Whether this process uses lanes where it can."""
     return os.environ.get("GRADWIRE_LANE", "") != "zmq"
+
+
+def fits(line: Line, nbytes: int) -> bool:
+    """Whether a message of one frame of so many bytes may go by this line."""
+    return type(line) is Dealer or nbytes <= MAX_PACKET
 
 
 class Lines:
@@ -100,8 +105,8 @@ class Lines:
         """The call was abandoned: the line is good again once the late reply has been read."""
         self.aside.append(line)
 
-    def collect(self, decline: Callable[[list[bytes]], Any]) -> None:
-        """Give late replies that have come in to ``decline``, and their lines back to the pool."""
+    def collect(self, decline: Callable[[Line, list[bytes] | int], Any]) -> None:
+        """Give late replies that have come in to ``decline``, with their lines, which go back to the pool."""
         for _ in range(len(self.aside)):
             try:
                 line = self.aside.popleft()
@@ -115,7 +120,7 @@ class Lines:
             if frames is None:
                 self.aside.append(line)
             else:
-                decline(frames)
+                decline(line, frames)
                 self.check_in(line)
 
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradwire_wire import messages
@@ -25,6 +26,7 @@ class Site:
     seeded: the operand before the first of the target's own (after the anchor) is the seed.
     stateful: must happen exactly as often and in the order written.
     retry: may be repeated once in a new process where the worker died; the user calls it idempotent.
+    number: of this object; stands for it where hashing all of it would cost more than the rest of a call.
     """
 
     structure: bytes
@@ -40,6 +42,7 @@ class Site:
     vmap: str = "batch"
     out_spec: SpecResult | None = None
     retry: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__, init=False, repr=False, compare=False)
 
     @property
     def hidden(self) -> list[str]:

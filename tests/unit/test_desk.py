@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwire_wire import messages, sockets
+from gradwire_wire import messages, plans, sockets
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.exchange import Exchange, Memory, close_all
@@ -408,6 +408,121 @@ def test_R57_random_packets_on_a_lane(client: Client) -> None:
     with pytest.raises((sockets.Unreachable, sockets.Again)):
         lane.receive()
     lane.close()
+
+
+# ---- Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(remote: int, header: Any, **changes: Any) -> messages.Plan:
+    number = next(Client.numbers)
+    plain = messages.Plan(
+        number, remote, positional(1), [], 0, 0, 0, None, 0, None, [header], [], [], 3, 4096, 65536
+    )
+    return plain._replace(**changes)
+
+
+def short_call(call_id: int, x: np.ndarray, plan: int = 3, token: int = 0) -> bytes:
+    frame = bytearray(plans.HEAD + plans.ALIGNMENT + x.nbytes)
+    plans.CALL.pack_into(frame, 0, plans.SHORT_CALL, 0, plan, 0, call_id, token, *(0,) * 8)
+    frame[plans.HEAD : plans.HEAD + x.nbytes] = x.tobytes()
+    return bytes(frame[: plans.HEAD + x.nbytes])
+
+
+def answer_on(dealer: Any) -> bytes:
+    (frame,) = sockets.receive(dealer)
+    return frame
+
+
+def test_a_planned_call_and_its_answer_byte_by_byte(client: Client) -> None:
+    double, x = client.load("double"), full(1, 10)
+    assert type(client.ask(plan_of(double, client.lend(x)[0][0]))[0]) is Done
+    for i in range(3):
+        sockets.send_nowait(client.dealer, [short_call(1000 + i, x + i)])
+        frame = answer_on(client.dealer)
+        kind, _, plan, _, call_id, token, _ = plans.ANSWER.unpack_from(frame)
+        assert (kind, plan, call_id, token) == (plans.SHORT_ANSWER, 3, 1000 + i, 0)
+        np.testing.assert_array_equal(np.frombuffer(frame, "f4", offset=plans.HEAD), 2 * (x + i))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": plans.MAX_PLANS},
+        {"room": 65537},
+        {"room": 60},
+        {"token": [[1, 0]]},
+        {"flags": messages.SEEDED},
+        {"headers": [[b"\0" * 16, 0, 0, [2, 2], [1, 2], [2, 32, 1], [1, 0], 2]]},
+        {"headers": [[b"\0" * 4, 0, 0, [1] * 33, None, [2, 32, 1], [1, 0], 2]]},
+    ],
+)
+def test_R57_a_plan_that_cannot_be_is_refused_and_not_run(change: dict[str, Any], client: Client) -> None:
+    keep, sums = client.load("keep"), client.load("sums")
+    before = client.call(sums)[0].structure
+    answer, _ = client.ask(plan_of(keep, client.lend(full(1, 4))[0][0], **change))
+    assert type(answer) is Failed and answer.kind == "ProtocolError"
+    assert client.call(sums)[0].structure == before
+
+
+def test_R57_short_calls_that_no_plan_fits(client: Client) -> None:
+    double, x = client.load("double"), full(1, 10)
+    good = short_call(77, x)
+    unknown = [good, good[:70], b"\1", good[:30], b"\1" + bytes(63)]
+    for frame in unknown:  # a line without plans
+        sockets.send_nowait(client.dealer, [frame])
+        assert messages.unpack(answer_on(client.dealer)).kind == "ProtocolError"
+    assert type(client.ask(plan_of(double, client.lend(x)[0][0]))[0]) is Done
+    bad = [good[:-1], good + b"\0", short_call(77, x, plan=4), b"\2" + good[1:], b"\1\x09" + good[2:], b"\0"]
+    for frame in bad:
+        sockets.send_nowait(client.dealer, [frame])
+        failed = messages.unpack(answer_on(client.dealer))
+        assert type(failed) is Failed and failed.kind == "ProtocolError", frame
+    sockets.send_nowait(client.dealer, [good])
+    assert answer_on(client.dealer)[0] == plans.SHORT_ANSWER
+
+
+def test_R57_random_short_calls_on_a_lane(client: Client) -> None:
+    identity, chance = client.load("identity"), random.Random(4)
+    lane, theirs = lane_pair(2000)
+    assert client.exchange.pass_lane(theirs.fileno())
+    theirs.close()
+    for x, room in ((full(1, 10), 65536), (full(1, 3000), 65536)):
+        lane.send_nowait([messages.pack(plan_of(identity, client.lend(x)[0][0], room=room))])
+        answer = messages.unpack(lane.receive()[0])
+        client.exchange.borrow_all(answer.headers, [])
+        length = plans.HEAD + (plans.ENTRY.size if x.nbytes > 4096 else x.nbytes)
+        for _ in range(60):
+            frame = bytearray(chance.randbytes(length))
+            frame[0:2], frame[2:4] = b"\1\0", b"\3\0"
+            lane.outgoing[:length] = frame
+            lane.send_short_nowait(length)
+            received = lane.receive()
+            assert received == length or messages.unpack(received[0]).kind in {
+                "ProtocolError",
+                "ResidualLostError",
+            }
+    lane.close()
+
+
+def test_a_plan_ends_with_its_number_and_is_not_anothers(client: Client, folder: Path) -> None:
+    double, identity, x = client.load("double"), client.load("identity"), full(3, 4)
+    for remote, factor in ((double, 2), (identity, 1), (double, 2)):
+        assert type(client.ask(plan_of(remote, client.lend(x)[0][0]))[0]) is Done
+        sockets.send_nowait(client.dealer, [short_call(5, x)])
+        np.testing.assert_array_equal(
+            np.frombuffer(answer_on(client.dealer), "f4", offset=plans.HEAD), factor * x
+        )
+    other = Client(folder)
+    sockets.send_nowait(other.dealer, [short_call(5, x)])
+    assert messages.unpack(answer_on(other.dealer)).kind == "ProtocolError"
+    other.close()
+
+
+def test_a_plan_that_failed_is_none(client: Client) -> None:
+    fail, x = client.load("fail"), full(3, 4)
+    assert client.ask(plan_of(fail, client.lend(x)[0][0], plan=9))[0].kind == "RemoteError"
+    sockets.send_nowait(client.dealer, [short_call(5, x, plan=9)])
+    assert messages.unpack(answer_on(client.dealer)).kind == "ProtocolError"
 
 
 def test_what_is_no_lane_is_closed_and_the_session_goes_on(client: Client) -> None:

@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[Lane, Lane]]:
 @pytest.mark.parametrize("nbytes", [1, 100, MAX_PACKET - 1, MAX_PACKET])
 def test_there_and_back(nbytes: int, ends: tuple[Lane, Lane]) -> None:
     client, worker = ends
-    frame = os.urandom(nbytes)
+    frame = b"\x91" + os.urandom(nbytes - 1)
     client.send_nowait([frame])
     assert worker.receive_nowait() == [frame] and worker.receive_nowait() is None
     worker.send_nowait([frame])
@@ -38,10 +38,10 @@ def test_there_and_back(nbytes: int, ends: tuple[Lane, Lane]) -> None:
 
 def test_what_was_received_is_not_changed_by_the_next(ends: tuple[Lane, Lane]) -> None:
     client, worker = ends
-    for frame in (b"one", b"two", b"three"):
+    for frame in (b"\x91", b"\x92", b"\x93"):
         client.send_nowait([frame])
     received = [worker.receive_nowait() for _ in range(3)]
-    assert received == [[b"one"], [b"two"], [b"three"]]
+    assert received == [[b"\x91"], [b"\x92"], [b"\x93"]]
 
 
 def test_waiting_has_an_end(ends: tuple[Lane, Lane]) -> None:
@@ -69,17 +69,17 @@ def test_waiting_is_interrupted_by_signals(ends: tuple[Lane, Lane]) -> None:
 
 def test_waiting_lets_other_threads_run(ends: tuple[Lane, Lane]) -> None:
     client, worker = ends
-    late = threading.Timer(0.01, worker.send_nowait, [[b"late"]])
+    late = threading.Timer(0.01, worker.send_nowait, [[b"\x90late"]])
     late.start()
-    assert client.receive() == [b"late"]
+    assert client.receive() == [b"\x90late"]
     late.join()
 
 
 def test_the_end_is_news_and_comes_after_what_was_said(ends: tuple[Lane, Lane]) -> None:
     client, worker = ends
-    worker.send_nowait([b"last words"])
+    worker.send_nowait([b"\x90last words"])
     worker.close()
-    assert client.receive() == [b"last words"]
+    assert client.receive() == [b"\x90last words"]
     for _ in range(2):
         with pytest.raises(Unreachable):
             client.receive()
@@ -92,7 +92,7 @@ def test_the_end_is_news_and_comes_after_what_was_said(ends: tuple[Lane, Lane]) 
 
 def test_a_closed_end_says_so(ends: tuple[Lane, Lane]) -> None:
     ends[0].close()
-    for act in (lambda: ends[0].send_nowait([b"x"]), ends[0].receive, ends[0].receive_nowait):
+    for act in (lambda: ends[0].send_nowait([b"\x90"]), ends[0].receive, ends[0].receive_nowait):
         with pytest.raises(Unreachable):
             act()
 
@@ -115,9 +115,9 @@ def test_R57_descriptors_on_a_lane_go_nowhere(footprint: Callable[[], tuple[int,
     lane = Lane(other)
     before = footprint()
     fd = os.memfd_create("gradwire-test")
-    one.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+    one.sendmsg([b"\x90"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
     os.close(fd)
-    assert lane.receive_nowait() == [b"x"] and footprint() == before
+    assert lane.receive_nowait() == [b"\x90"] and footprint() == before
     one.close()
     lane.close()
 

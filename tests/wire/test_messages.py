@@ -26,6 +26,7 @@ from gradwire_wire.messages import (
     Load,
     Long,
     NewLane,
+    Plan,
     Refused,
     Release,
     Segment,
@@ -64,6 +65,7 @@ EXAMPLES: dict[str, Any] = {
     "collect": Collect(),
     "new lane": NewLane(),
     "long": Long(2, HEADERS[:1]),
+    "plan": Plan(2, 1, TREE, [["T", [0], 1]], 1, 4711, 0, True, 5, 42, HEADERS, [3], [ID], 255, 4096, 65536),
 }
 
 
@@ -118,7 +120,7 @@ FIELDS: dict[str, str] = {
     **dict.fromkeys(
         ("call_id", "remote", "keep", "token_ops", "flags", "compute_ns", "protocol", "pid"), "natural"
     ),
-    **dict.fromkeys(("number", "nbytes"), "natural"),
+    **dict.fromkeys(("number", "nbytes", "plan", "inlined", "room"), "natural"),
     **dict.fromkeys(("kind", "target", "verb", "type_name", "message", "traceback"), "text"),
     **dict.fromkeys(("structure", "client_id", "incarnation"), "binary"),
     **dict.fromkeys(("headers", "avals", "word"), "array"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gradwire_wire import (
     headers,
     lane,
     messages,
+    plans,
     structures,
     tether,
     words,
@@ -26,6 +28,7 @@ from gradwire_wire import (
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.headers import Header
 from gradwire_wire.segments import Ledger
+from gradwire_workers import desk
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 
@@ -171,9 +174,25 @@ def test_limits() -> None:
         "bytes of a ledger": Ledger.ENTRIES,
         "loans of a ledger": Ledger.LOANS - 1,
         "cancelled calls of a ledger": Ledger.CANCELLED,
+        "plans of a line, numbered from 0": plans.MAX_PLANS,
+        "released tokens in a short call": plans.MAX_RELEASED,
+        "DEALERs of one client that have plans": desk.MAX_DEALERS,
     }
     assert f"A tensor of {exchange.INLINE_BYTES} bytes or less" in PAGE
     assert Ledger.LOANS == 65024
+
+
+def test_short_frames() -> None:
+    """Sizes of the parts, as the page has them in parentheses, against the code's structs."""
+    page = {
+        name: [int(n) for n in re.findall(r"\((\d+)", cells)] for name, cells in rows(PAGE, "short frame")
+    }
+    one_by_one = lambda s: [struct.calcsize("<" + c) for c in re.sub(r"8I$", "", s.format.lstrip("<"))]  # noqa: E731
+    assert page["call: head"] == [*one_by_one(plans.CALL), 8] and plans.CALL.format.endswith("8I")
+    assert page["answer: head"] == one_by_one(plans.ANSWER) and page["entry"] == one_by_one(plans.ENTRY)
+    assert f"The head has {plans.HEAD} bytes" in PAGE and plans.CALL.size <= plans.HEAD
+    assert f"{plans.ENTRY.size} bytes for the entry" in PAGE
+    assert f"multiple\nof {plans.ALIGNMENT}" in PAGE and f"at most {plans.MAX_AXES} dimensions" in PAGE
 
 
 def test_flags() -> None:

@@ -28,10 +28,18 @@ import numpy as np
 
 from gradwire_wire import messages
 from gradwire_wire.arena import Arena, Slot
-from gradwire_wire.carriers import Carrier
+from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ClosedError, MemoryExhaustedError, ProtocolError, UnsupportedTensorError
-from gradwire_wire.headers import IS_COPIED, Header, checked_header, inline, packed, small_layout
+from gradwire_wire.headers import (
+    IS_COPIED,
+    Header,
+    checked_header,
+    checked_place,
+    inline,
+    packed,
+    small_layout,
+)
 from gradwire_wire.leases import Loans
 from gradwire_wire.segments import (
     ForeignSegment,
@@ -44,12 +52,16 @@ from gradwire_wire.segments import (
 )
 from gradwire_wire.tether import Tether, TetherClosedError
 
-__all__ = ["Exchange", "Memory", "SlotHolder", "close_all"]
+__all__ = ["Exchange", "Memory", "NotShared", "SlotHolder", "close_all"]
 
 INLINE_BYTES = 4096
 """Tensors up to a page travel inside the message: copying them twice is cheaper than a lease."""
 COLLECT_S = 0.25
 """How long peers may take to collect their garbage when memory is short."""
+
+
+class NotShared(Exception):
+    """A tensor cannot be lent to this peer; it may travel in a message."""
 
 
 class Memory:
@@ -246,6 +258,18 @@ class Exchange:
         self.copied_bytes += nbytes
         return Header((len(frames) - 1,), 0, 0, array.shape, strides, dtype)
 
+    def lend_shared(self, carrier: Carrier) -> tuple[int, int, int, int]:
+        """Lend a C-contiguous tensor: segment, byte offset, loan and flags. `NotShared`, or as `lend` raises."""
+        if len(self.loans):
+            with self._memory.lock:
+                self.settle()
+        header = None
+        if self._memory.is_shared and self._can_lend:
+            header = self._by_reference(carrier) or self._copied(carrier)
+        if header is None:
+            raise NotShared
+        return header.place, header.byte_offset, header.loan, header.flags  # type: ignore[return-value]
+
     def _copied(self, carrier: Carrier) -> Header | None:
         """A header for a copy in a slot of ours; None where it must travel in the message."""
         array, dtype, _ = carrier
@@ -324,6 +348,11 @@ class Exchange:
             if header is not None and header[2]:
                 self.loans.mark_returned(header[2])
 
+    def take_back_loans(self, loans: Sequence[int]) -> None:
+        """These loans were never sent."""
+        for loan in loans:
+            self.loans.mark_returned(loan)
+
     def ask_to_collect(self) -> bool:
         """Where the peer has loans: have it collect its garbage, for that may hold them (lock held)."""
         tether = self._tether
@@ -345,11 +374,14 @@ class Exchange:
         return carriers
 
     def _decline_unleased(self, raw: Any) -> None:
+        if type(raw) is list and len(raw) == 8 and type(raw[0]) is int and type(raw[2]) is int:
+            self.decline_unleased(raw[0], raw[2])
+
+    def decline_unleased(self, number: int, loan: int) -> None:
         """Ctrl-C came while this was borrowed, or it cannot be seen: a lease that was made by then ends the loan itself."""
-        if type(raw) is list and len(raw) == 8 and type(raw[0]) is int:
-            segment = self._theirs.get(raw[0])
-            if segment is None or raw[2] not in segment.leases:
-                self.decline([raw])
+        segment = self._theirs.get(number)
+        if segment is None or loan not in segment.leases:
+            self.decline_loans([loan])
 
     def borrow(self, raw: Any, frames: Sequence[bytes]) -> Carrier:
         """A leased view of what a received header describes, or a copy if the bytes came along.
@@ -392,6 +424,11 @@ class Exchange:
         except ValueError as error:
             raise _not_here(h, error) from error
 
+    def borrow_shared(self, aval: Aval, number: int, offset: int, loan: int, flags: int) -> Carrier:
+        """`borrow` for a C-contiguous tensor whose shape and dtype are known: everything else is checked here."""
+        h = checked_place(aval, number, offset, loan, flags, self._nbytes_of)
+        return self._leased(h, number)
+
     def _map(self, segment: ForeignSegment) -> None:
         with self._memory.lock:
             if not segment.is_mapped:
@@ -404,6 +441,12 @@ class Exchange:
                 loan = raw[2]
                 if type(loan) is int and 0 < loan < Ledger.LOANS:
                     self._ours.mark(loan)
+
+    def decline_loans(self, loans: Sequence[int]) -> None:
+        """`decline` for loans alone."""
+        for loan in loans:
+            if 0 < loan < Ledger.LOANS:
+                self._ours.mark(loan)
 
     def _nbytes_of(self, number: int) -> int:
         segment = self._theirs.get(number)

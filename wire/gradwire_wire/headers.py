@@ -24,10 +24,21 @@ from __future__ import annotations
 
 from typing import Any, Callable, NamedTuple, Union
 
+from gradwire_wire.carriers import Aval
 from gradwire_wire.dtypes import DType, checked_dtype
 from gradwire_wire.errors import ProtocolError, shown
 
-__all__ = ["IS_COPIED", "READ_ONLY", "Header", "checked_header", "extent", "inline", "packed", "small_layout"]
+__all__ = [
+    "IS_COPIED",
+    "READ_ONLY",
+    "Header",
+    "checked_header",
+    "checked_place",
+    "extent",
+    "inline",
+    "packed",
+    "small_layout",
+]
 
 READ_ONLY, IS_COPIED = 1, 2
 MAX_NDIM = 64
@@ -110,6 +121,17 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
         raise ProtocolError("bytes that travel in the message have no offset and no loan")
     elif type(place) is bytes and len(place) != h.nbytes:
         raise ProtocolError(f"{len(place)} bytes in a header that describes {h.nbytes}")
+    return h
+
+
+def checked_place(
+    aval: Aval, number: int, byte_offset: int, loan: int, flags: int, segment_nbytes: Callable[[int], int]
+) -> Header:
+    """The header of a C-contiguous tensor in a segment, whose shape and dtype were checked before."""
+    h = Header(number, _natural(byte_offset, "byte offset"), loan, aval.shape, None, aval.dtype, CPU, flags)
+    if flags > MAX_FLAGS:
+        raise ProtocolError(f"unknown flags {flags}")
+    _check_place(h, number, segment_nbytes)
     return h
 
 

@@ -23,7 +23,7 @@ import socket
 import struct
 from typing import Any, Sequence
 
-from gradwire_wire.sockets import Again, Unreachable
+from gradwire_wire.sockets import LONG, Again, Unreachable
 
 __all__ = ["MAX_PACKET", "Lane", "TooLong", "lane_pair", "received_lane"]
 
@@ -41,12 +41,23 @@ class TooLong(Exception):
 
 
 class Lane:
-    """One end. Used by one thread at a time."""
+    """One end. Used by one thread at a time.
+
+    incoming, outgoing: where short frames lie (see plans.py): the last one received, until the next is; and the
+    next one to send. plans: what both ends have agreed on. inlined: tensors up to so many bytes travel in them.
+    """
+
+    room = MAX_PACKET
+    inlined = 16 << 10
 
     def __init__(self, sock: socket.socket, receive_timeout_ms: int = 0) -> None:
         """Takes over the socket. ``receive_timeout_ms``: what `receive` waits at most."""
         self._socket = sock
-        self._buffer = memoryview(bytearray(MAX_PACKET + 1))
+        self.incoming, self.outgoing = (
+            memoryview(bytearray(MAX_PACKET + 1)),
+            memoryview(bytearray(MAX_PACKET)),
+        )
+        self.plans: dict[Any, Any] = {}
         if receive_timeout_ms:
             sock.setblocking(True)  # the kernel's own timeout: Python's would poll before each receive
             seconds, rest = divmod(receive_timeout_ms, 1000)
@@ -59,6 +70,9 @@ class Lane:
     def send_nowait(self, frames: Sequence[bytes]) -> None:
         """Send the one frame without ever blocking; Unreachable where the peer is gone or does not read. TooLong."""
         (frame,) = frames
+        self._send(frame)
+
+    def _send(self, frame: Any) -> None:
         try:
             self._socket.send(frame, _SEND)
         except OSError as error:
@@ -66,27 +80,32 @@ class Lane:
                 raise TooLong(str(error)) from error
             raise Unreachable(str(error)) from error
 
-    def receive(self) -> list[bytes]:
-        """The next frame. Again after the timeout; Unreachable once the peer is gone."""
+    def send_short_nowait(self, nbytes: int) -> None:
+        """Send the short frame that lies in ``outgoing``; otherwise as `send_nowait`."""
+        self._send(self.outgoing[:nbytes])
+
+    def receive(self) -> list[bytes] | int:
+        """The next frame, or the length of a short one. Again after the timeout; Unreachable once the peer is gone."""
         return self._receive(0)
 
-    def receive_nowait(self) -> list[bytes] | None:
-        """The next frame, or None where there is none. Unreachable once the peer is gone."""
+    def receive_nowait(self) -> list[bytes] | int | None:
+        """The next frame, or the length of a short one, or None. Unreachable once the peer is gone."""
         try:
             return self._receive(_NOWAIT)
         except Again:
             return None
 
-    def _receive(self, flags: int) -> list[bytes]:
+    def _receive(self, flags: int) -> list[bytes] | int:
+        incoming = self.incoming
         try:
-            count = self._socket.recv_into(self._buffer, 0, flags)
+            count = self._socket.recv_into(incoming, 0, flags)
         except BlockingIOError:
             raise Again from None
         except OSError as error:
             raise Unreachable(str(error)) from error
         if not count or count > MAX_PACKET:
             raise Unreachable("the peer has gone" if not count else "the peer sent too long a packet")
-        return [bytes(self._buffer[:count])]
+        return count if incoming[0] < LONG else [bytes(incoming[:count])]
 
     def close(self) -> None:
         """Close this end; the peer sees end of file."""

@@ -27,6 +27,7 @@ __all__ = [
     "Load",
     "Long",
     "NewLane",
+    "Plan",
     "Refused",
     "Release",
     "Segment",
@@ -79,6 +80,30 @@ class Call(NamedTuple):
     headers: list[Any]
     released: list[int]
     chain: list[bytes]
+
+
+class Plan(NamedTuple):
+    """Client: a Call that will come again on this line: after its Done, as short frames (see plans.py).
+
+    plan: the number that the short frames name. inlined, room: which tensors travel in them (`plans.layout_of`).
+    """
+
+    call_id: int
+    remote: int
+    structure: bytes
+    word: Any
+    keep: int
+    token: Any
+    token_ops: int
+    training: Union[bool, None]
+    flags: int
+    seed: Union[int, None]
+    headers: list[Any]
+    released: list[int]
+    chain: list[bytes]
+    plan: int
+    inlined: int
+    room: int
 
 
 class Spec(NamedTuple):
@@ -184,6 +209,7 @@ KINDS: dict[int, type] = {
     3: Spec,
     4: State,
     5: Release,
+    6: Plan,
     16: Done,
     17: Failed,
     18: Long,
@@ -232,6 +258,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
             "pid",
             "number",
             "nbytes",
+            "plan",
+            "inlined",
+            "room",
         ),
         _natural,
     ),

@@ -28,6 +28,7 @@ from gradwire_wire.messages import MAX_FRAME
 
 __all__ = [
     "IN",
+    "LONG",
     "Addressee",
     "Again",
     "ClientKeys",
@@ -50,6 +51,10 @@ __all__ = [
 ]
 
 IN = zmq.POLLIN
+LONG = 0x80
+"""A message's first byte is this or more, and that of a short frame (see plans.py) is less."""
+ROOM, INLINED = 64 << 10, 4 << 10
+"""Bytes of a short frame by ZeroMQ, and of a tensor in it: libzmq copies each frame twice and more."""
 Poller = zmq.Poller
 Socket = zmq.Socket
 SocketError = zmq.ZMQError
@@ -277,7 +282,38 @@ def receive_nowait(socket: Any) -> list[bytes] | None:
         return None
 
 
-class Dealer:
+class _Line:
+    """What a ZeroMQ line keeps for plans; see `gradwire_wire.lane.Lane`, which has the same. Buffers are made when used."""
+
+    room, inlined = ROOM, INLINED
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, Any] = {}
+        self._incoming: Any = None
+        self._outgoing: Any = None
+
+    @property
+    def incoming(self) -> memoryview:
+        if self._incoming is None:
+            self._incoming = memoryview(bytearray(ROOM))
+        return self._incoming
+
+    @property
+    def outgoing(self) -> memoryview:
+        if self._outgoing is None:
+            self._outgoing = memoryview(bytearray(ROOM))
+        return self._outgoing
+
+    def take_short(self, frames: list[bytes]) -> list[bytes] | int:
+        """The frames of a message; or a short frame's length, which lies in ``incoming`` then."""
+        first = frames[0]
+        if len(frames) > 1 or not first or first[0] >= LONG or len(first) > ROOM:
+            return frames
+        self.incoming[: len(first)] = first
+        return len(first)
+
+
+class Dealer(_Line):
     """A DEALER as one way to send a call and wait for its reply; `gradwire_wire.lane.Lane` is the other.
 
     Used by one thread at a time.
@@ -286,36 +322,45 @@ class Dealer:
     def __init__(
         self, address: str, identity: bytes, receive_timeout_ms: int, keys: Optional[ClientKeys] = None
     ) -> None:
+        super().__init__()
         self._socket = connect_dealer(address, identity, receive_timeout_ms, keys)
 
     def send_nowait(self, frames: Sequence[Any]) -> None:
         """Send without ever blocking; Unreachable where the queue is full."""
         send_nowait(self._socket, frames)
 
-    def receive(self) -> list[bytes]:
-        """The next message's frames. Again after the timeout."""
-        return _receive(self._socket, 0)
+    def send_short_nowait(self, nbytes: int) -> None:
+        """Send the short frame that lies in ``outgoing``; otherwise as `send_nowait`."""
+        send_nowait(self._socket, (self.outgoing[:nbytes],))
 
-    def receive_nowait(self) -> list[bytes] | None:
-        """The next message's frames, or None where there is none."""
-        return receive_nowait(self._socket)
+    def receive(self) -> list[bytes] | int:
+        """The next message's frames, or the length of a short frame. Again after the timeout."""
+        return self.take_short(_receive(self._socket, 0))
+
+    def receive_nowait(self) -> list[bytes] | int | None:
+        """The next message's frames, or the length of a short frame, or None."""
+        frames = receive_nowait(self._socket)
+        return None if frames is None else self.take_short(frames)
 
     def close(self) -> None:
         """Close the socket; what was not sent yet is dropped."""
         self._socket.close()
 
 
-class Addressee:
-    """Who sent a message to a ROUTER, as a way to answer."""
-
-    __slots__ = ("_identity", "_router")
+class Addressee(_Line):
+    """Who sends messages to a ROUTER by one DEALER, as a way to answer."""
 
     def __init__(self, router: Any, identity: bytes) -> None:
-        self._router, self._identity = router, identity
+        super().__init__()
+        self._identity, self._router = identity, router
 
     def send_nowait(self, frames: Sequence[Any]) -> None:
         """Answer without ever blocking; Unreachable where the client is gone or does not read."""
         send_nowait(self._router, [self._identity, *frames])
+
+    def send_short_nowait(self, nbytes: int) -> None:
+        """Answer with the short frame that lies in ``outgoing``; otherwise as `send_nowait`."""
+        send_nowait(self._router, (self._identity, self.outgoing[:nbytes]))
 
 
 def _receive(socket: Any, flags: int) -> list[bytes]:

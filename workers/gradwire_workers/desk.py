@@ -31,7 +31,7 @@ from gradwire_wire.errors import (
     UsageError,
     VersionMismatchError,
 )
-from gradwire_wire.exchange import Exchange, Memory, close_all
+from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
 from gradwire_wire.lane import MAX_PACKET, Lane, TooLong, received_lane
 from gradwire_wire.messages import (
     Call,
@@ -40,6 +40,7 @@ from gradwire_wire.messages import (
     Hello,
     Load,
     Long,
+    Plan,
     Refused,
     Release,
     Spec,
@@ -51,12 +52,12 @@ from gradwire_wire.sockets import Addressee
 from gradwire_wire.structures import MAX_CACHED, fill_call, flatten, leaf_paths
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
 from gradwire_wire.words import Word, checked_word, without_operand
-from gradwire_workers import faults
-from gradwire_workers.evaluation import evaluate
+from gradwire_workers import faults, plans
+from gradwire_workers.evaluation import Request, evaluate
 from gradwire_workers.far import FarDoor
 from gradwire_workers.interrupts import Interrupts
 from gradwire_workers.permissions import Permissions
-from gradwire_workers.program import Program, WorkerSite
+from gradwire_workers.program import Program, Result, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 from gradwire_workers.state import CHANGES
 from gradwire_workers.state import State as ModuleState
@@ -68,20 +69,23 @@ Line = Union[Addressee, Lane]
 BYTES = BY_NAME["uint8"]
 RESIDUAL_BYTES = 512 << 20
 SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
+MAX_DEALERS = 1024
 
 
 class Session:
-    """One client process: its tether (none at tcp), the ledger it marks, and the tensors exchanged with it."""
+    """One client process: its tether (none at tcp), the ledger it marks, the tensors exchanged with it, its DEALERs with plans."""
 
     def __init__(self, client_id: bytes, tether: Tether | None, marks: Ledger, exchange: Exchange) -> None:
         self.client_id, self.tether, self.marks, self.exchange = client_id, tether, marks, exchange
+        self.dealers: dict[bytes, Addressee] = {}
 
 
 class Reply(NamedTuple):
-    """What goes back: the message, and tensors that could not be shared."""
+    """What goes back: the message, tensors that could not be shared, and the plan that the call made."""
 
     message: Done | Failed
     frames: Sequence[bytes] = ()
+    plan: plans.Plan | None = None
 
 
 class Desk:
@@ -124,8 +128,9 @@ class Desk:
             False  # whether anyone has asked for a target, whose import may already compute something
         )
         self._poller = sockets.Poller()
-        self._do: dict[type, Callable[[Session, Any, list[Carrier | None]], Reply | None]] = {
+        self._do: dict[type, Callable[[Session, Any, list[Carrier | None], Any], Reply | None]] = {
             Call: self._call,
+            Plan: self._plan,
             Spec: self._spec,
             Load: self._load,
             State: self._change_state,
@@ -241,9 +246,18 @@ class Desk:
 
     def _serve_router(self) -> None:
         frames = sockets.receive_nowait(self._router)
-        if frames is not None:
-            identity, *frames = frames
-            self._serve_one(self._sessions.get(identity[:16]), frames, Addressee(self._router, identity))
+        if frames is None:
+            return
+        identity, *frames = frames
+        session = self._sessions.get(identity[:16])
+        self._serve_dealer(session, frames, _line_of(session, self._router, identity), identity)
+
+    def _serve_dealer(
+        self, session: Session | None, frames: list[bytes], line: Addressee, identity: bytes
+    ) -> None:
+        self._serve(session, line.take_short(frames) if line.plans else frames, line)
+        if session is not None and line.plans:
+            session.dealers[identity] = line
 
     def _serve_far(self, far: FarDoor, waited: Any) -> None:
         """Clients at tcp, who have no tether: they say Hello where they call, and all their tensors come in frames."""
@@ -254,10 +268,11 @@ class Desk:
         if frames is None:
             return
         identity, *frames = frames
-        line = Addressee(far.router, identity)
+        session = far.sessions.get(identity[:16])
+        line = _line_of(session, far.router, identity)
         hello = far.hello_in(identity, frames)
         if hello is None:
-            self._serve_one(far.sessions.get(identity[:16]), frames, line)
+            self._serve_dealer(session, frames, line, identity)
             return
         try:
             marks = self._checked_hello(hello, [])
@@ -274,12 +289,21 @@ class Desk:
     def _serve_lane(self, fd: int) -> None:
         lane, session = self._lanes[fd]
         try:
-            frames = lane.receive_nowait()
+            received = lane.receive_nowait()
         except sockets.Unreachable:
             self._close_lane(fd)
             return
-        if frames is not None:
-            self._serve_one(session, frames, lane)
+        if received is not None:
+            self._serve(session, received, lane)
+
+    def _serve(self, session: Session | None, received: list[bytes] | int, line: Line) -> None:
+        if type(received) is int and session is not None:
+            self._serve_short(session, line, received)
+        else:
+            self._serve_one(session, received, line)  # type: ignore[arg-type]
+        if session is not None:
+            # the tether was perhaps read on the way, and will not be readable again
+            self._take_lanes(session)
 
     def _serve_one(self, session: Session | None, frames: list[bytes], line: Line) -> None:
         call_id = 0
@@ -291,21 +315,37 @@ class Desk:
             if act is None:
                 raise ProtocolError(f"a worker is not told {type(message).__name__}")
             call_id = getattr(message, "call_id", 0)
-            # all tensors at once and first of all: whatever goes wrong later, each of them is returned
+            # all tensors at once and first of all: whatever goes wrong later, each of them is returned;
+            # and as an argument alone: the reply must not go out while anything here still holds one
             reply = act(
-                session, message, session.exchange.borrow_all(getattr(message, "headers", ()), frames[1:])
+                session,
+                message,
+                session.exchange.borrow_all(getattr(message, "headers", ()), frames[1:]),
+                line,
             )
         except BaseException as error:  # whatever user code raises is an answer; the worker lives
             reply = Reply(faults.failed(call_id, error))
             del error
-        if session is not None:
-            self._take_lanes(
-                session
-            )  # the tether was perhaps read on the way, and will not be readable again
-        if reply is not None:
-            self._send(session, reply, line)
+        if reply is not None and self._send(session, reply, line) and reply.plan is not None:
+            reply.plan.note_done(reply.message)  # type: ignore[arg-type]
+            line.plans[reply.plan.call.plan] = reply.plan
 
-    def _send(self, session: Session | None, reply: Reply, line: Line) -> None:
+    def _serve_short(self, session: Session, line: Line, nbytes: int) -> None:
+        """A planned call: everything about it is known but its number, its tokens and its tensors."""
+        short, plan = plans.short_of(line, nbytes)
+        try:
+            if plan is None:
+                raise ProtocolError("a short call of a plan that is unknown, or not as the plan says")
+            reply = self._call_short(session, short, plan, plan.take(), line)
+        except BaseException as error:
+            reply = Reply(faults.failed(short.call_id, error))
+            del error
+        if reply is not None and self._send(session, reply, line) and plan is not None:
+            plan.note_done(reply.message)  # type: ignore[arg-type]
+
+    def _send(self, session: Session | None, reply: Reply, line: Line) -> bool:
+        """Send a reply, or why it cannot be sent. Whether a Done was sent."""
+        is_done = type(reply.message) is Done
         try:
             frames = [messages.pack(reply.message), *reply.frames]
             if (
@@ -316,7 +356,7 @@ class Desk:
                 frames = [_by_memory(session, reply.message.call_id, frames)]
         except Exception as error:  # longer than the client would read, or text that is none
             _take_back(session, reply)
-            frames = [messages.pack(faults.failed(reply.message.call_id, error))]
+            frames, is_done = [messages.pack(faults.failed(reply.message.call_id, error))], False
         try:
             try:
                 line.send_nowait(frames)
@@ -324,6 +364,8 @@ class Desk:
                 line.send_nowait([self._shortened(session, reply, frames)])
         except (sockets.Unreachable, TooLong):
             _take_back(session, reply)
+            return False
+        return is_done
 
     def _shortened(self, session: Session | None, reply: Reply, frames: list[bytes]) -> bytes:
         """What stands for a packet that the system did not take, however short of buffers it is."""
@@ -344,13 +386,14 @@ class Desk:
         ns: int = 0,
     ) -> Reply:
         frames: list[bytes] = []
-        carriers = [
-            None if x is None else x if type(x) is Carrier else self._engine.export(x) for x in result
-        ]
-        headers = session.exchange.lend(carriers, frames)
+        headers = session.exchange.lend(self._exported(result), frames)
         return Reply(Done(call_id, structure, headers, token, ns), frames)
 
-    def _call(self, session: Session, call: Call, carriers: list[Carrier | None]) -> Reply:
+    def _exported(self, result: Sequence[Any]) -> list[Carrier | None]:
+        export = self._engine.export
+        return [None if x is None else x if type(x) is Carrier else export(x) for x in result]
+
+    def _call(self, session: Session, call: Call, carriers: list[Carrier | None], _: Any) -> Reply:
         program = self._program(call.remote)
         self.calls += 1
         self._residuals.release(call.released, session.client_id)
@@ -360,23 +403,90 @@ class Desk:
         if _is_seeded(call):
             word, site = _take_seed(call, word, site, carriers)
         operands = self._operands(call, carriers)
+        chain = [*call.chain, self._incarnation]
+        result, token, ns = self._evaluate(session, program, site, word, call, call.call_id, operands, chain)
+        try:
+            return self._done(session, call.call_id, result.tensors, result.structure, token, ns)
+        except BaseException:
+            self._residuals.release([token], session.client_id)
+            raise
+
+    def _plan(self, session: Session, call: Plan, carriers: list[Carrier | None], line: Line) -> Reply:
+        """A call, and how it will come from now on."""
+        layout = plans.checked_layout(call, line)
+        if len(session.dealers) >= MAX_DEALERS and type(line) is Addressee and not line.plans:
+            raise ProtocolError(f"more than {MAX_DEALERS} DEALERs of one client have plans")
+        reply = self._call(session, call, carriers, line)  # type: ignore[arg-type]
+        program = self._programs[call.remote]
+        site, word = _site_of(call, program, is_checked=True), checked_word(call.word, len(call.headers))
+        chain = [*call.chain, self._incarnation]
+        plan = plans.Plan(call, program, site, word, chain, layout, line, session.exchange)
+        return reply._replace(plan=plan)
+
+    def _call_short(
+        self,
+        session: Session,
+        short: plans.Short,
+        plan: plans.Plan,
+        carriers: list[Carrier | None],
+        line: Line,
+    ) -> Reply | None:
+        """Answers by a short answer, or gives the long one."""
+        call = plan.call
+        if short.released:
+            self._residuals.release(short.released, session.client_id)
+        self.calls += 1
+        _check_mode(call, plan.program, short.token)
+        operands = self._operands(call, carriers)
+        request = Request(call.remote, call.keep, short.token, call.token_ops)
+        result, token, ns = self._evaluate(
+            session, plan.program, plan.site, plan.word, request, short.call_id, operands, plan.chain
+        )
+        try:
+            exported = self._exported(result.tensors)
+            try:
+                loans = plan.put(short.call_id, exported, result.structure, token, ns)
+            except NotShared:
+                loans = None
+            if loans is None:
+                return self._done(session, short.call_id, exported, result.structure, token, ns)
+        except BaseException:
+            self._residuals.release([token], session.client_id)
+            raise
+        try:
+            line.send_short_nowait(plan.answer_nbytes)
+        except TooLong:
+            session.exchange.take_back_loans(loans)
+            return self._done(session, short.call_id, exported, result.structure, token, ns)
+        except sockets.Unreachable:
+            session.exchange.take_back_loans(loans)
+        return None
+
+    def _evaluate(
+        self,
+        session: Session,
+        program: Program,
+        site: WorkerSite,
+        word: Any,
+        request: Any,
+        call_id: int,
+        operands: list[Any],
+        chain: list[bytes],
+    ) -> tuple[Result, int, int]:
+        """Run the user's code: results, the token of what is kept, nanoseconds."""
         start = time.perf_counter_ns()
         try:
-            serve([*call.chain, self._incarnation])
-            self._interrupts.begin(session.marks, call.call_id)
-            result, residual = evaluate(program, site, word, call, operands, self._residuals)
+            serve(chain)
+            self._interrupts.begin(session.marks, call_id)
+            result, residual = evaluate(program, site, word, request, operands, self._residuals)
         finally:
             self._interrupts.end()
             serve(())
         elapsed = time.perf_counter_ns() - start
         token = 0
         if residual is not None:
-            token = self._residuals.add(Kept(residual, call.remote, session.client_id, program.generation))
-        try:
-            return self._done(session, call.call_id, result.tensors, result.structure, token, elapsed)
-        except BaseException:
-            self._residuals.release([token], session.client_id)
-            raise
+            token = self._residuals.add(Kept(residual, request.remote, session.client_id, program.generation))
+        return result, token, elapsed
 
     @contextlib.contextmanager
     def _users_code(self, session: Session, call_id: int, is_interruptible: bool = True) -> Iterator[None]:
@@ -390,7 +500,7 @@ class Desk:
             self._interrupts.end()
             serve(())
 
-    def _operands(self, call: Call, carriers: list[Carrier | None]) -> list[Any]:
+    def _operands(self, call: Call | Plan, carriers: list[Carrier | None]) -> list[Any]:
         """The operands as the framework's tensors; None where the client left one out.
 
         A kept forward must not refer to memory that somebody may still write: then it is copied.
@@ -406,7 +516,7 @@ class Desk:
         carriers.clear()  # the caller of this still has the list, and must not keep what the call let go
         return operands
 
-    def _spec(self, session: Session, spec: Spec, carriers: list[Carrier | None]) -> Reply:
+    def _spec(self, session: Session, spec: Spec, carriers: list[Carrier | None], _: Any) -> Reply:
         program = self._program(spec.remote)
         site = _site_of(spec, program)
         avals = [_aval_of(raw) for raw in spec.avals]
@@ -429,7 +539,7 @@ class Desk:
             except DtypeError as error:
                 raise DtypeError(f"{_name_of_operand(spec, i)}: {error}") from None
 
-    def _load(self, session: Session, load: Load, carriers: list[Carrier | None]) -> Reply:
+    def _load(self, session: Session, load: Load, carriers: list[Carrier | None], _: Any) -> Reply:
         self.was_used = True
         args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
         with self._users_code(session, load.call_id):
@@ -483,7 +593,7 @@ class Desk:
         self._programs[number] = program
         return number
 
-    def _change_state(self, session: Session, state: State, carriers: list[Carrier | None]) -> Reply:
+    def _change_state(self, session: Session, state: State, carriers: list[Carrier | None], _: Any) -> Reply:
         args, kwargs = fill_call(state.structure, _all_there(carriers))
         program = self._program(state.remote)
         with self._users_code(session, state.call_id, is_interruptible=state.verb not in CHANGES):
@@ -491,7 +601,7 @@ class Desk:
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
         return self._done(session, state.call_id, leaves, structure)
 
-    def _release(self, session: Session, release: Release, carriers: list[Carrier | None]) -> None:
+    def _release(self, session: Session, release: Release, carriers: list[Carrier | None], _: Any) -> None:
         self._residuals.release(release.released, session.client_id)
 
     def _program(self, number: int) -> Program:
@@ -501,18 +611,18 @@ class Desk:
             raise ProtocolError(f"worker {self._name!r} has no remote {number}; was it restarted?") from None
 
 
-def _name_of_operand(call: Call | Spec, index: int) -> str:
+def _name_of_operand(call: Call | Spec | Plan, index: int) -> str:
     """For messages: what the caller wrote there, such as ``args[0]['x']``."""
     hidden = ["the anchor"] * bool(call.flags & messages.ANCHORED) + ["the seed"] * _is_seeded(call)
     names = [*hidden, *leaf_paths(call.structure)]
     return names[index] if index < len(names) else f"(co)tangent {index - len(names)}"
 
 
-def _is_seeded(message: Call | Spec) -> bool:
+def _is_seeded(message: Call | Plan | Spec) -> bool:
     return bool(message.flags & messages.SEEDED)
 
 
-def _seed_place(message: Call | Spec, operands: int) -> int:
+def _seed_place(message: Call | Plan | Spec, operands: int) -> int:
     place = 1 if message.flags & messages.ANCHORED else 0
     if place >= operands:
         raise ProtocolError("the seed is missing from the operands")
@@ -530,6 +640,12 @@ def _take_seed(
     if carrier.array.shape != () or carrier.array.dtype.kind not in "iu" or carrier.array < 0:
         raise UsageError(f"a seed must be a natural number, a scalar; this is {carrier.array!r:.80}")
     return without_operand(word, place), replace(site, seed=int(carrier.array))
+
+
+def _line_of(session: Session | None, router: Any, identity: bytes) -> Addressee:
+    """The client's DEALER of that identity, with its plans if it has any."""
+    known = None if session is None else session.dealers.get(identity)
+    return known or Addressee(router, identity)
 
 
 def _by_memory(session: Session, call_id: int, frames: Sequence[bytes]) -> bytes:
@@ -558,13 +674,18 @@ def _all_there(carriers: list[Carrier | None]) -> list[Carrier]:
     return there
 
 
-def _site_of(message: Call | Spec, program: Program) -> WorkerSite:
-    at_kept_forward = bool(getattr(message, "token", 0))  # whose mode was the one of that moment
-    if message.training not in (None, program.training) and not at_kept_forward:
+def _check_mode(message: Call | Spec | Plan, program: Program, token: Any) -> None:
+    """A kept forward's mode was the one of its moment."""
+    if message.training not in (None, program.training) and not token:
         raise UsageError(
             f"this call was made for training={message.training}, but the module is now in training={program.training}: "
             "a compiled program has the mode of its trace; trace it again after train() or eval()"
         )
+
+
+def _site_of(message: Call | Spec | Plan, program: Program, is_checked: bool = False) -> WorkerSite:
+    if not is_checked:
+        _check_mode(message, program, getattr(message, "token", 0))
     make = _site if len(message.structure) <= MAX_CACHED else _site.__wrapped__
     return make(message.structure, message.training, message.flags, getattr(message, "seed", None))
 

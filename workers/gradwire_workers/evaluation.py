@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence, Union
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from gradwire_wire.words import linear_count
 from gradwire_workers.program import Program, Residual, Result, WorkerSite
 from gradwire_workers.residuals import Residuals
 
-__all__ = ["Evaluated", "evaluate"]
+__all__ = ["Evaluated", "Request", "evaluate"]
 
 
 class Evaluated(NamedTuple):
@@ -23,8 +23,20 @@ class Evaluated(NamedTuple):
     residual: Residual | None = None
 
 
+class Request(NamedTuple):
+    """Of a call, what is asked for here."""
+
+    remote: int
+    keep: int
+    token: Any
+    token_ops: int
+
+
+Asked = Union[Call, Request]
+
+
 def evaluate(
-    program: Program, site: WorkerSite, word: Any, call: Call, operands: Sequence[Any], residuals: Residuals
+    program: Program, site: WorkerSite, word: Any, call: Asked, operands: Sequence[Any], residuals: Residuals
 ) -> Evaluated:
     """The derived function at the operands.
 
@@ -53,7 +65,7 @@ def evaluate(
 
 
 def _from_residual(
-    site: WorkerSite, word: Any, call: Call, operands: Sequence[Any], residuals: Residuals
+    site: WorkerSite, word: Any, call: Asked, operands: Sequence[Any], residuals: Residuals
 ) -> Evaluated | None:
     """From the graph kept under the call's token; None where there is none or it does not serve."""
     rows = call.token if type(call.token) is list else None
@@ -77,7 +89,7 @@ def _from_residual(
 
 
 def _from_rows(
-    residual: Residual, op: Any, further: Any, call: Call, linear: Sequence[Any], rows: list[Any]
+    residual: Residual, op: Any, further: Any, call: Asked, linear: Sequence[Any], rows: list[Any]
 ) -> Evaluated | None:
     """The same for a batch whose rows were kept at once, under one token."""
     if call.keep or len(further) != 1 or further[0][0] != "V" or any(row[0] != rows[0][0] for row in rows):
@@ -86,7 +98,7 @@ def _from_rows(
     return None if batch is None else Evaluated(Result(batch))
 
 
-def _is_of_a_former_life(program: Program, call: Call, residuals: Residuals) -> bool:
+def _is_of_a_former_life(program: Program, call: Asked, residuals: Residuals) -> bool:
     """Whether a module's forward was made before the worker was restarted: its parameters were others then.
 
     Token 0 stands for a forward that was never kept.

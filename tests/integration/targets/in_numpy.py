@@ -61,3 +61,27 @@ def square(x):
 square.vjp = lambda x: (x * x, lambda bar: (2 * x * bar,))
 square.jvp = lambda primals, tangents: (primals[0] ** 2, 2 * primals[0] * tangents[0])
 square.spec = lambda x: x
+
+
+def vary(n):
+    """Results of a shape, a layout, a tree that depend on a value."""
+    n = int(n)
+    if n == -1:
+        return {"nothing": None}
+    if n == -2:
+        return np.arange(6).reshape(2, 3).T
+    if n == -3:
+        return [np.zeros(2), np.arange(3)]
+    return np.arange(n, dtype="f4")
+
+
+def bad_at(x):
+    if x == 1:
+        raise ValueError("bad 1")
+    return x
+
+
+def nap_for(x):
+    """Sleeps on, whoever interrupts, and gives its argument."""
+    nap_in_c(float(x))
+    return x

@@ -1,0 +1,147 @@
+"""The client's side of plans (`gradwire_wire.plans`): which calls have one on which line, and the frames of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gradwire_wire import messages
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.errors import ProtocolError
+from gradwire_wire.exchange import Exchange
+from gradwire_wire.plans import (
+    ANSWER,
+    CALL,
+    MAX_AXES,
+    MAX_PLANS,
+    MAX_RELEASED,
+    SHORT_ANSWER,
+    SHORT_CALL,
+    Frame,
+    avals_of,
+    layout_of,
+)
+
+__all__ = ["Plan", "Seen", "Short", "add", "next_number", "short_of", "signature_of"]
+
+MAX_SEEN = 4096
+_NONE_RELEASED = (0,) * MAX_RELEASED
+
+
+def signature_of(carriers: Sequence[Carrier | None]) -> tuple[Any, ...] | None:
+    """What a plan is about the operands; None where they cannot be planned."""
+    found: list[Any] = []
+    for carrier in carriers:
+        if carrier is None:
+            found.append(None)
+            continue
+        array = carrier.array
+        if not array.flags.c_contiguous or array.ndim > MAX_AXES:
+            return None
+        found.append((array.shape, carrier.dtype))
+    return tuple(found)
+
+
+class Seen:
+    """Keys of calls made before: the first call of a kind may well be the last, and is not planned."""
+
+    def __init__(self) -> None:
+        self._keys: set[Any] = set()
+
+    def note(self, key: Any) -> bool:
+        """Whether it was here before; now it was."""
+        if key in self._keys:
+            return True
+        if len(self._keys) >= MAX_SEEN:
+            self._keys.clear()
+        self._keys.add(key)
+        return False
+
+
+class Short(NamedTuple):
+    """The head of a short answer."""
+
+    call_id: int
+    token: int
+    compute_ns: int
+
+
+class Plan:
+    """One plan on one line. ``structure``: of the results in short answers."""
+
+    __slots__ = ("_answer", "_call", "_line", "number", "structure")
+
+    def __init__(self, number: int, line: Any, signature: Sequence[Any], exchange: Exchange) -> None:
+        """ProtocolError where such a call cannot be planned."""
+        avals = [None if s is None else Aval(*s) for s in signature]
+        layout = layout_of(avals, line.inlined, line.room)
+        if layout is None:
+            raise ProtocolError(f"no plan for a call of {len(avals)} operands")
+        self.number, self._line, self.structure = number, line, b""
+        self._call = Frame(layout, line.outgoing, exchange)
+        self._answer: Frame | None = None
+
+    def note_done(self, done: messages.Done, exchange: Exchange) -> None:
+        """A long answer came: short ones look like it from now on."""
+        layout = layout_of(avals_of(done.headers), self._line.inlined, self._line.room)
+        self._answer = None if layout is None else Frame(layout, self._line.incoming, exchange)
+        self.structure = done.structure
+
+    def put(
+        self, carriers: Sequence[Carrier | None], call_id: int, token: int, released: Sequence[int]
+    ) -> list[int]:
+        """Write a short call into the line's buffer; the loans it makes. See `Frame.put`."""
+        loans = self._call.put(carriers)
+        tokens = (*released, *_NONE_RELEASED[len(released) :]) if released else _NONE_RELEASED
+        CALL.pack_into(
+            self._line.outgoing, 0, SHORT_CALL, len(released), self.number, 0, call_id, token, *tokens
+        )
+        return loans
+
+    @property
+    def nbytes(self) -> int:
+        """Of a short call."""
+        return self._call.nbytes
+
+    def head(self, nbytes: int) -> Short:
+        """The head of a short answer that has been received. ProtocolError where it is none of this plan."""
+        answer = self._answer
+        if answer is not None and nbytes == answer.nbytes:
+            kind, _, number, _, call_id, token, ns = ANSWER.unpack_from(self._line.incoming)
+            if kind == SHORT_ANSWER and number == self.number:
+                return Short(call_id, token, ns)
+        raise ProtocolError(f"a short answer of {nbytes} bytes that plan {self.number} does not know")
+
+    def take(self) -> list[Carrier | None]:
+        """The results of a short answer. See `Frame.take`."""
+        assert self._answer is not None, "head() comes first"
+        return self._answer.take()
+
+    def decline(self) -> None:
+        """The results of a short answer are not wanted."""
+        assert self._answer is not None, "head() comes first"
+        self._answer.decline()
+
+
+def short_of(line: Any, nbytes: int) -> tuple[Short, Plan]:
+    """The head of a short answer, and its plan, which nobody knows but the answer. ProtocolError where there is none."""
+    number = ANSWER.unpack_from(line.incoming)[2] if nbytes >= ANSWER.size else -1
+    for plan in line.plans.values():
+        if plan.number == number:
+            return plan.head(nbytes), plan
+    raise ProtocolError(f"a short answer of plan {number}, which is unknown")
+
+
+def add(line: Any, key: Any, plan: Plan) -> None:
+    """From now on calls of this key are short on this line. Another plan of the same number ends."""
+    for other, old in line.plans.items():
+        if old.number == plan.number:
+            del line.plans[other]
+            break
+    line.plans[key] = plan
+
+
+def next_number(line: Any) -> int:
+    """A number for a new plan: of the oldest one where all are in use."""
+    plans = line.plans
+    return len(plans) if len(plans) < MAX_PLANS else next(iter(plans.values())).number
