@@ -7,6 +7,7 @@ family's face make the call a node of its own autodiff. All ways lead to `Handle
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -232,6 +233,20 @@ class Remote:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Replace the state, all or nothing. UsageError names what is missing, unexpected or misshapen."""
         self._change("load_state_dict", dict(state), strict=bool(strict))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all of the state to a safetensors file, whole or not at all, by the worker: nothing is sent here.
+
+        A relative path is in this program's working directory. UsageError where its folder is missing.
+        """
+        self._change("save", os.path.abspath(path))
+
+    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Replace the state by that of a safetensors file, as `load_state_dict` does: all or nothing.
+
+        Whoever wrote it: the file has names and tensors and nothing of gradwire's.
+        """
+        self._change("load", os.path.abspath(path), strict=bool(strict))
 
     def grads(self) -> dict[str, Any]:
         """Gradients accumulated in the worker by parameter name; None where there are none."""

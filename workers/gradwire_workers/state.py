@@ -9,6 +9,7 @@ from typing import Any, Callable, NamedTuple
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, flatten
+from gradwire_workers import checkpoints
 from gradwire_workers.program import Optimizer, Program
 from gradwire_workers.selection import selected
 from gradwire_workers.targets import find_target
@@ -20,6 +21,7 @@ CHANGES = frozenset(
         "train",
         "requires_grad",
         "load_state_dict",
+        "load",
         "step",
         "zero_grad",
         "set",
@@ -61,6 +63,8 @@ class State:
             "buffers": lambda program: program.buffers(),
             "state_dict": lambda program: program.state_dict(),
             "load_state_dict": self._load_state_dict,
+            "save": self._save,
+            "load": self._load,
             "grads": lambda program: program.grads(),
             "functional": lambda program, buffers, training=None: self._register(
                 program.functional(bool(buffers))
@@ -88,6 +92,19 @@ class State:
 
     def _load_state_dict(self, program: Program, state: dict[str, Any], strict: bool = True) -> None:
         program.load_state_dict({name: self._engine.adopt(c) for name, c in state.items()}, strict)
+
+    def _save(self, program: Program, path: str) -> None:
+        state = program.state_dict()
+        odd = [name for name, x in state.items() if not self._engine.is_tensor(x)]
+        if odd:
+            raise UsageError(
+                f"nothing was written: {', '.join(odd[:5])} in the module's state is no tensor, and a checkpoint has only "
+                "tensors"
+            )
+        checkpoints.write(path, {name: self._engine.export(x) for name, x in state.items()})
+
+    def _load(self, program: Program, path: str, strict: bool = True) -> None:
+        self._load_state_dict(program, checkpoints.read(path), strict)
 
     def _requires_grad(self, program: Program, flag: bool, names: list[str] | None = None) -> None:
         program.requires_grad(bool(flag), selected(names, program.parameters()))

@@ -133,6 +133,10 @@ class ModuleProgram:
     def frozen(self) -> list[str]:
         return [name for name in self._store.parameters if name in self._store.frozen]
 
+    def aliases(self) -> dict[str, str]:
+        """None: what two parts of a module share, its library has under one path."""
+        return {}
+
     def optimizer(
         self, target: Any, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]] | None = None
     ) -> OptaxOptimizer:
