@@ -13,16 +13,12 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from gradwire_wire.rendezvous import candidates, folder_prefix
+from gradwire_wire.rendezvous import LONGEST_NAME, SUN_PATH, candidates, check_fit, folder_prefix
 
-__all__ = ["SUN_PATH", "NoRuntimeFolder", "RuntimeFolder", "candidates", "sweep"]
-
-SUN_PATH = 107  # bytes of a Unix socket's path, without the final zero
-LONGEST_NAME = "w0123456789abcdef.zmq"
+__all__ = ["LONGEST_NAME", "SUN_PATH", "NoRuntimeFolder", "RuntimeFolder", "candidates", "sweep"]
 
 
 class NoRuntimeFolder(Exception):
@@ -42,7 +38,7 @@ class RuntimeFolder:
         refused = []
         for parent in candidates(environment):
             try:
-                _check(parent)
+                check_fit(parent)
                 sweep(parent)
                 return cls._make_in(parent)
             except OSError as error:
@@ -100,21 +96,3 @@ def _lock(path: Path) -> int | None:
         pass
     os.close(fd)
     return None
-
-
-def _check(parent: Path) -> None:
-    """OSError if sockets below this folder could not be named, or somebody else could replace ours."""
-    if not parent.is_absolute():
-        raise OSError(errno.EINVAL, "not an absolute path")
-    longest = len(os.fsencode(parent / f"{folder_prefix()}01234567" / LONGEST_NAME))
-    if longest > SUN_PATH:
-        raise OSError(
-            errno.ENAMETOOLONG, f"a socket's path would have {longest} bytes, {SUN_PATH} are allowed"
-        )
-    about = os.stat(parent)
-    if not stat.S_ISDIR(about.st_mode):
-        raise OSError(errno.ENOTDIR, "not a folder")
-    if about.st_uid not in (0, os.geteuid()):
-        raise OSError(errno.EPERM, "it belongs to another user")
-    if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
-        raise OSError(errno.EPERM, "other users may rename what is in it")

@@ -46,7 +46,25 @@ def test_doctor_names_this_interpreter_and_what_it_has() -> None:
     assert done.returncode == any(finding["level"] == "problem" for finding in findings)
     (own,) = [f["text"] for f in findings if f["topic"] == "interpreter" and sys.executable in f["text"]]
     assert "numpy" in own and "pyzmq" in own
-    assert {"memory", "tensors", "calls", "open files"} <= {finding["topic"] for finding in findings}
+    topics = {finding["topic"] for finding in findings}
+    assert {"memory", "tensors", "calls", "open files", "sockets", "left-overs"} <= topics
+
+
+def test_r52_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    killed = Path(os.environ["XDG_RUNTIME_DIR"]) / f"gradwire-{os.geteuid()}-0badcafe"
+    killed.mkdir(mode=0o700)
+    try:
+        environment = {**os.environ, "TMPDIR": os.environ["XDG_RUNTIME_DIR"], "XDG_RUNTIME_DIR": str(deep)}
+        done = gradwire("doctor", "--json", env={**environment, "GRADWIRE_LANE": "zmq"})
+    finally:
+        killed.rmdir()
+    by_topic = {finding["topic"]: finding for finding in json.loads(done.stdout)}
+    assert "107 are allowed" in by_topic["sockets"]["text"]
+    assert "XDG_RUNTIME_DIR" in by_topic["sockets"]["remedy"]
+    assert str(killed) in by_topic["left-overs"]["text"] and by_topic["left-overs"]["remedy"]
+    assert by_topic["calls"]["remedy"] == "unset GRADWIRE_LANE"
 
 
 # ---- A shared broker, from the shell -------------------------------------------------------------------------------

@@ -18,20 +18,26 @@ from typing import Any, Iterator, Mapping, NamedTuple
 from gradwire_wire.errors import ConnectError
 
 __all__ = [
+    "LONGEST_NAME",
+    "SUN_PATH",
     "WORDS",
     "Card",
     "candidates",
+    "check_fit",
     "find_cards",
     "folder_prefix",
     "folders",
     "is_running",
     "read_card",
+    "why_unfit",
     "write_card",
 ]
 
 CARD = "broker.json"
 WORDS = "broker.log"
 """What a shared broker writes to its stderr; normally nothing."""
+SUN_PATH = 107  # bytes of a Unix socket's path, without the final zero
+LONGEST_NAME = "w0123456789abcdef.zmq"
 _SYSTEM_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -53,6 +59,33 @@ def candidates(environment: Mapping[str, str]) -> Iterator[Path]:
         if environment.get(name):
             yield Path(environment[name])
     yield from map(Path, _SYSTEM_FOLDERS)
+
+
+def check_fit(parent: Path) -> None:
+    """OSError if sockets below this folder could not be named, or somebody else could replace ours."""
+    if not parent.is_absolute():
+        raise OSError(errno.EINVAL, "not an absolute path")
+    longest = len(os.fsencode(parent / f"{folder_prefix()}01234567" / LONGEST_NAME))
+    if longest > SUN_PATH:
+        raise OSError(
+            errno.ENAMETOOLONG, f"a socket's path would have {longest} bytes, {SUN_PATH} are allowed"
+        )
+    about = os.stat(parent)
+    if not stat.S_ISDIR(about.st_mode):
+        raise OSError(errno.ENOTDIR, "not a folder")
+    if about.st_uid not in (0, os.geteuid()):
+        raise OSError(errno.EPERM, "it belongs to another user")
+    if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
+        raise OSError(errno.EPERM, "other users may rename what is in it")
+
+
+def why_unfit(parent: Path) -> str:
+    """Why no broker's folder can be made there; "" where one can, as far as can be told without making one."""
+    try:
+        check_fit(parent)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(parent, os.W_OK | os.X_OK) else "it cannot be written to"
 
 
 def folder_prefix() -> str:

@@ -17,6 +17,7 @@ from gradwire.surroundings import Interpreter, interpreters
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.machine import read_memory
+from gradwire_wire.rendezvous import candidates, find_cards, folders, is_running, why_unfit
 from gradwire_wire.segments import Ledger, SharingUnavailableError
 
 __all__ = ["Finding", "add_parser", "findings", "run"]
@@ -61,6 +62,8 @@ def findings() -> Iterator[Finding]:
     yield _sharing()
     yield _lane()
     yield _descriptors()
+    yield from _folders()
+    yield from _brokers()
 
 
 def _program() -> Finding:
@@ -70,7 +73,11 @@ def _program() -> Finding:
 
 def _interpreters() -> Iterator[Finding]:
     found = interpreters(Path.cwd(), os.environ)
-    yield from map(_interpreter, found)
+    useful = [one for one in found if one.frameworks or one.path == sys.executable or one.problem]
+    yield from map(_interpreter, useful)
+    others = [f"{one.path} ({one.python})" for one in found if one not in useful]
+    if others:
+        yield Finding("ok", "interpreters", f"without a framework: {', '.join(others)}")
     if not any(one.frameworks and not one.missing for one in found):
         yield Finding(
             "note",
@@ -79,6 +86,46 @@ def _interpreters() -> Iterator[Finding]:
             'let gradwire build an environment, bridge.worker("torch", requirements=["torch"]), '
             "or make one yourself and name its interpreter with python=",
         )
+
+
+def _folders() -> Iterator[Finding]:
+    """Where sockets can lie; all but the first that will do are of no interest."""
+    refused = []
+    for parent in candidates(os.environ):
+        why = why_unfit(parent)
+        if not why:
+            text = f"lie below {parent}"
+            if refused:
+                remedy = (
+                    "set XDG_RUNTIME_DIR to a folder of yours with a short name, if you want them elsewhere"
+                )
+                yield Finding("note", "sockets", f"{text} ({'; '.join(refused)})", remedy)
+            else:
+                yield Finding("ok", "sockets", text)
+            return
+        refused.append(f"not {parent}: {why}")
+    yield Finding(
+        "problem",
+        "sockets",
+        f"there is no folder for them: {'; '.join(refused)}",
+        "set XDG_RUNTIME_DIR to a folder of yours with a short name",
+    )
+
+
+def _brokers() -> Iterator[Finding]:
+    for card in find_cards(os.environ):
+        text = f"{card.name!r} runs at {card.address} (pid {card.pid}, {card.file})"
+        yield Finding("ok", "shared broker", text)
+    left = [folder for folder in folders(os.environ) if not is_running(folder)]
+    if left:
+        yield Finding(
+            "note",
+            "left-overs",
+            f"{len(left)} of brokers that were killed: {', '.join(map(str, left))}",
+            "the next broker that starts removes them, where it has the same XDG_RUNTIME_DIR and TMPDIR",
+        )
+    else:
+        yield Finding("ok", "left-overs", "none of earlier runs")
 
 
 def _interpreter(one: Interpreter) -> Finding:
@@ -110,13 +157,13 @@ def _sharing() -> Finding:
     except (SharingUnavailableError, MemoryExhaustedError, OSError) as error:
         shared, why = False, str(error)
     else:
-        why = "memory files (memfd) cannot be had here"
+        why = ledger.why or "memory files (memfd) cannot be had here"
     if shared:
         return Finding("ok", "tensors", "cross in shared memory (memfd)")
     return Finding(
         "note",
         "tensors",
-        f"cross inside messages, which copies them: {why}",
+        f"cross in files of the runtime folder or inside messages, which copies them: {why}",
         "in a container, allow the system call memfd_create",
     )
 
