@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire import configuration
 from gradwire.configuration import Load, parse, read
 from gradwire.toml_lines import lines_of
 from gradwire_wire.errors import UsageError
@@ -159,6 +161,21 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_bytes(b"name = '\xff'")
     with pytest.raises(UsageError, match="not UTF-8"):
         read(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/configuration.md"])
+def test_files_of_the_documentation_are_right(page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text()
+    blocks = re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)
+    assert blocks
+    for block in blocks:
+        assert parse(block, page, FOLDER).workers["encoder"].loads["net"].kind == "module"
+
+
+def test_the_page_has_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/configuration.md").read_text()
+    for key in (*configuration._TOP, *configuration._WORKER):
+        assert re.search(rf"^\| .*`{key}(\.NAME)?`", page, re.M), key
 
 
 # ---- Lines ---------------------------------------------------------------------------------------------------------

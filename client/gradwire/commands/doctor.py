@@ -90,7 +90,7 @@ def _interpreters() -> Iterator[Finding]:
 
 def _folders() -> Iterator[Finding]:
     """Where sockets can lie; all but the first that will do are of no interest."""
-    refused = []
+    refused: list[str] = []
     for parent in candidates(os.environ):
         why = why_unfit(parent)
         if not why:
