@@ -17,6 +17,7 @@ from gradwire.worker import Worker
 from gradwire_wire.control import Present
 from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
 from gradwire_wire.exchange import Memory
+from gradwire_wire.machine import shared_limit
 
 # What only some programs need is loaded when it is needed: `import gradwire` is to cost little more than numpy does.
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ class Bridge:
     """Made by `connect`. Close it, use it as a context manager, or leave it to the interpreter's exit."""
 
     def __init__(self, link: BrokerLink, max_shared_bytes: int | None = None) -> None:
+        """max_shared_bytes: of memory that this program shares; None: ``GRADWIRE_MAX_SHARED_BYTES``, or no such limit."""
         self._link, self._pid = link, os.getpid()
-        self._memory = Memory(max_shared_bytes, link.folder)
+        limit = shared_limit() if max_shared_bytes is None else max_shared_bytes
+        self._memory = Memory(limit, link.folder)
         self._workers: dict[str, Worker] = {}
         self._starting: set[str] = set()  # names that are given away, of workers that are not there yet
         self._naming = threading.Lock()

@@ -184,6 +184,32 @@ def test_r50_a_limit_of_16_mb_and_32_mb_to_send() -> None:
     assert run(R50.format(targets=str(HERE / "targets")))[0] == "fine\n"
 
 
+R50_WORKER = """
+import numpy as np
+import gradwire as gw
+with gw.connect() as bridge:
+    worker = bridge.worker("numpy", path=[{targets!r}], env={{"GRADWIRE_MAX_SHARED_BYTES": str(16 << 20)}})
+    double = worker.function("fragile:double")
+    try:
+        double(np.ones(32 << 17))
+    except gw.MemoryExhaustedError as error:
+        assert "GRADWIRE_MAX_SHARED_BYTES" in str(error) and not error.retry_safe, error
+    else:
+        raise SystemExit("32 MB went through a limit of 16 MB")
+    kept = [double(np.full(1 << 17, float(i))) for i in range(8)]
+    assert all((y == 2 * i).all() for i, y in enumerate(kept))
+    try:
+        bridge.worker("numpy", env={{"GRADWIRE_MAX_SHARED_BYTES": "much"}})
+    except gw.WorkerStartError as error:
+        assert "must be a number of bytes" in str(error), error
+        print("fine")
+"""
+
+
+def test_r50_a_limit_of_16_mb_in_the_worker_and_32_mb_to_return() -> None:
+    assert run(R50_WORKER.format(targets=str(HERE / "targets")))[0] == "fine\n"
+
+
 # ---- Other users, other PID namespaces -----------------------------------------------------------------------------------
 
 STRANGER = """

@@ -41,6 +41,6 @@ def room_for(reading: Reading, limit: int | None, used: int) -> tuple[int, str]:
     if reading.address_space is not None:
         rooms.append((reading.address_space - reading.mapped - SPARE_ADDRESSES, "RLIMIT_AS of this process"))
     if limit is not None:
-        rooms.append((limit - used, "max_shared_bytes"))
+        rooms.append((limit - used, "max_shared_bytes: GRADWIRE_MAX_SHARED_BYTES"))
     room, why = min(rooms, default=(1 << 62, "no limit known"))
     return max(0, room), why

@@ -7,8 +7,12 @@ import resource
 from functools import lru_cache
 
 from gradwire_wire.budget import Group, Reading
+from gradwire_wire.errors import UsageError
 
-__all__ = ["read_memory"]
+__all__ = ["LIMIT", "read_memory", "shared_limit"]
+
+LIMIT = "GRADWIRE_MAX_SHARED_BYTES"
+"""The variable that limits the shared memory which a process may own."""
 
 GROUPS = "/sys/fs/cgroup"
 UNLIMITED = 1 << 60
@@ -29,6 +33,14 @@ def read_memory() -> Reading:
         address_space=address_space if limited else None,
         mapped=int(mapped[0]) * resource.getpagesize() if mapped else 0,
     )
+
+
+def shared_limit() -> int | None:
+    """What the environment says about `LIMIT`: a number of bytes, or None. UsageError for anything else."""
+    said = os.environ.get(LIMIT, "")
+    if said and not said.isdigit():
+        raise UsageError(f"{LIMIT} must be a number of bytes, such as {1 << 30}, not {said!r}")
+    return int(said) if said else None
 
 
 def _text(path: str) -> str:

@@ -157,6 +157,7 @@ def _told(error: Exception) -> str:
 
 def _open_desk(config: WorkerConfig, engine: Any) -> Any:
     try:
+        from gradwire_wire.machine import shared_limit
         from gradwire_workers.desk import Desk
 
         return Desk(
@@ -166,6 +167,7 @@ def _open_desk(config: WorkerConfig, engine: Any) -> Any:
             endpoint=config.endpoint,
             tether_path=config.tether_path,
             engine=engine,
+            max_shared_bytes=shared_limit(),
             allow=config.allow,
             listen=config.listen,
             keys=config.keys,
