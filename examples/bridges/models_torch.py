@@ -1,0 +1,22 @@
+"""Models of PyTorch, for a torch worker."""
+
+import torch
+from torch import nn
+
+
+def make_linear(inputs=3, outputs=2, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs)
+
+
+def make_encoder(seed=0):
+    """Signals (batch, 1, 16) to features (batch, 8), with BatchNorm and dropout."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv1d(1, 4, 5, padding=2),
+        nn.BatchNorm1d(4),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(64, 8),
+    )
