@@ -125,9 +125,10 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
     """A remote module as a function of what trains it: ``apply, params = functional(net)``.
 
     ``owner="caller"``: ``apply(params, *args, **kwargs)``, with ``params`` a dict of JAX arrays by the names of
-    `Remote.parameters` without the frozen ones, for `jax.grad`, optax and the like. Buffers stay in the worker and move once for each call in
-    training mode. With ``buffers="explicit"`` it is ``apply, params, buffers = functional(net, buffers="explicit")`` and
-    ``result, buffers = apply(params, buffers, *args, **kwargs)``: the call changes nothing in the worker.
+    `Remote.parameters` without the frozen ones, for `jax.grad`, optax and the like. Buffers stay in the worker
+    and move once for each call in training mode. With ``buffers="explicit"`` it is ``apply, params, buffers = functional(net, buffers="explicit")`` and
+    ``result, buffers = apply(params, buffers, *args, **kwargs)``: the call changes nothing in the worker. Of 64-bit
+    buffers (BatchNorm counts its batches in one) JAX without x64 has the bits, as int32 words along a last axis of 2.
 
     ``owner="worker"``: ``apply(anchor, *args, **kwargs)``, and the anchor to differentiate it by. The worker owns the
     parameters. Each pullback that reaches the anchor adds to the module's own gradients, which an optimizer of
@@ -159,7 +160,18 @@ def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:
 
     own, frozen = remote.options(family=NAME), functional.frozen()
     params = {name: x for name, x in own.parameters().items() if name not in frozen}
-    return (apply, params, own.buffers()) if buffers else (apply, params)
+    return (apply, params, _explicit_buffers(remote)) if buffers else (apply, params)
+
+
+def _explicit_buffers(remote: Remote) -> dict[str, jax.Array]:
+    """The buffers, of 64-bit ones the words where JAX would narrow them."""
+    found = remote.options(family="numpy").buffers()
+    if not jax.config.jax_enable_x64:
+        found = {
+            name: np.array(x, order="C")[..., None].view(np.int32) if x.dtype.itemsize >= 8 else x
+            for name, x in found.items()
+        }
+    return {name: jnp.asarray(x) for name, x in found.items()}
 
 
 def _owned_by_worker(remote: Remote) -> tuple[Callable[..., Any], Any]:

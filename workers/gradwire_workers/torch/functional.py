@@ -122,19 +122,44 @@ class _WithParameters:
 
 
 class _WithBuffers(_WithParameters):
-    """``(parameters, buffers, *args, **kwargs) -> (result, buffers)``. No gradient flows through the buffers."""
+    """``(parameters, buffers, *args, **kwargs) -> (result, buffers)``. No gradient flows through the buffers.
+
+    Buffers return as they came: a caller without 64-bit types has them as words (`_from_words`).
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._own_buffers = dict(module.named_buffers())
 
     def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        moved = _copies(buffers)
+        moved = self._copies(buffers)
         result = self._places.call(parameters, moved, self._module, *args, **kwargs)
-        return result, {name: x.detach() for name, x in moved.items()}
+        return result, {name: _as_came(x.detach(), buffers[name]) for name, x in moved.items()}
 
     def within(self, args: Sequence[Any], function: Callable[[], Any]) -> Any:
-        return self._places.call(args[0], _copies(args[1]), function)
+        return self._places.call(args[0], self._copies(args[1]), function)
+
+    def _copies(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: _from_words(x.detach(), self._own_buffers.get(name)).clone() for name, x in buffers.items()
+        }
 
 
-def _copies(buffers: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.detach().clone() for name, x in buffers.items()}
+def _from_words(x: Any, own: Any) -> Any:
+    """What stands for a 64-bit buffer as int32 words along a last axis, as that buffer; anything else as it is."""
+    if own is None or x.dtype != torch.int32 or own.dtype == torch.int32:
+        return x
+    words = own.element_size() // 4
+    if x.shape != (*own.shape, words):
+        return x
+    return x.contiguous().view(own.dtype).reshape(own.shape)
+
+
+def _as_came(x: Any, given: Any) -> Any:
+    """The inverse of `_from_words` where that did something."""
+    if x.dtype == given.dtype:
+        return x
+    return x.contiguous().unsqueeze(-1).view(torch.int32).reshape(given.shape)
 
 
 class _FunctionalFlat(TorchFlat):
