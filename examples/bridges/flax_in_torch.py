@@ -35,7 +35,7 @@ def train(model: torch.nn.Module, steps: int = 60) -> tuple[list[float], float]:
         loss = torch.nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     with torch.no_grad():
         return losses, float((model(x).argmax(1) == y).float().mean())
 

@@ -29,7 +29,7 @@ def train(net: torch.nn.Module, steps: int) -> list[float]:
         loss = torch.nn.functional.cross_entropy(net(x), y)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 

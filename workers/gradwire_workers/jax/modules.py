@@ -28,12 +28,15 @@ Word = Any
 
 
 class ModuleProgram:
-    """See `gradwire_workers.program.Program`. ``form``: how a call's arguments become the model's."""
+    """See `gradwire_workers.program.Program`.
+
+    form: how a call's arguments become the model's. mode: of its calls, where that is not the module's own.
+    """
 
     is_module = True
 
-    def __init__(self, store: Store, form: Form = without) -> None:
-        self._store, self._form = store, form
+    def __init__(self, store: Store, form: Form = without, mode: bool | None = None) -> None:
+        self._store, self._form, self._mode = store, form, mode
         self._core = Core(store, form, self._names())
 
     @classmethod
@@ -46,7 +49,8 @@ class ModuleProgram:
 
     @property
     def training(self) -> bool | None:
-        return self._store.training
+        own = self._store.training
+        return own if own is None or self._mode is None else self._mode
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -142,8 +146,12 @@ class ModuleProgram:
     ) -> OptaxOptimizer:
         return OptaxOptimizer(self._store, target, kwargs, groups)
 
-    def functional(self, buffers: bool) -> ModuleProgram:
-        return ModuleProgram(self._store, with_buffers if buffers else with_parameters)
+    def aliases(self) -> dict[str, str]:
+        """None: arrays are values, and the same one in two places of a tree is two parameters."""
+        return {}
+
+    def functional(self, buffers: bool, training: bool | None = None) -> ModuleProgram:
+        return ModuleProgram(self._store, with_buffers if buffers else with_parameters, training)
 
 
 class Owned:

@@ -127,8 +127,8 @@ class _WithBuffers(_WithParameters):
     Buffers return as they came: a caller without 64-bit types has them as words (`_from_words`).
     """
 
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
+    def __init__(self, module: Any, mode: bool | None = None) -> None:
+        super().__init__(module, mode)
         self._own_buffers = dict(module.named_buffers())
 
     def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
