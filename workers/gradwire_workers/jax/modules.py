@@ -146,10 +146,6 @@ class ModuleProgram:
     ) -> OptaxOptimizer:
         return OptaxOptimizer(self._store, target, kwargs, groups)
 
-    def aliases(self) -> dict[str, str]:
-        """None: arrays are values, and the same one in two places of a tree is two parameters."""
-        return {}
-
     def functional(self, buffers: bool, training: bool | None = None) -> ModuleProgram:
         return ModuleProgram(self._store, with_buffers if buffers else with_parameters, training)
 
