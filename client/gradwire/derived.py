@@ -17,7 +17,7 @@ from gradwire_wire.words import Word, result_avals
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["Derived", "anchored"]
+__all__ = ["Derived", "anchored", "moved"]
 
 
 @lru_cache(maxsize=4096)
@@ -40,6 +40,7 @@ class Derived:
     accumulate: this pullback adds to the gradients that the worker's module owns.
     keep: 0 nothing, 1 this evaluation, 2 the rows of this batch: a token comes with the results.
     structure: of F's result tree, once F was evaluated. held: what must live as long as this does.
+    moves: the handle's count when F was called.
     """
 
     handle: Handle
@@ -50,15 +51,26 @@ class Derived:
     keep: int = 0
     structure: bytes = b""
     held: Any = None
+    moves: int = -1
+
+    def __post_init__(self) -> None:
+        if self.moves < 0:
+            self.moves = self.handle.moves
 
     def then(self, op: tuple[Any, ...], *, accumulate: bool = False) -> Derived:
         """The derivative ``op`` of this function, at a token of this function's evaluation."""
-        return Derived(self.handle, self.site, (*self.word, op), len(self.word), accumulate)
+        return Derived(self.handle, self.site, (*self.word, op), len(self.word), accumulate, moves=self.moves)
 
     def batched(self, axes: tuple[bool, ...], keep: int) -> Derived:
         """This function over a leading axis of the operands that ``axes`` marks."""
         return Derived(
-            self.handle, self.site, (*self.word, ("V", axes)), self.token_ops, self.accumulate, keep
+            self.handle,
+            self.site,
+            (*self.word, ("V", axes)),
+            self.token_ops,
+            self.accumulate,
+            keep,
+            moves=self.moves,
         )
 
     def invoke(self, carriers: Sequence[Carrier], token: int | np.ndarray = 0) -> Outcome:
@@ -67,8 +79,8 @@ class Derived:
         Never has a forward repeated that moves the module's state: ResidualLostError then.
         """
         afresh = type(token) is int and token == 0
-        if afresh and self.site.stateful and self.word:
-            self._refuse_repetition()
+        if afresh and self.word:
+            self._check_repetition()
         outcome = self.handle.invoke(
             self.site if self.accumulate or not self.word else _quiet(self.site),
             self.word,
@@ -89,10 +101,23 @@ class Derived:
         """Shapes and dtypes of the results, from those of the operands. Asks the worker once a signature."""
         return result_avals(self.word, avals, lambda base: self.handle.spec(self.site, base).avals)
 
-    def _refuse_repetition(self) -> None:
-        if any(op[0] != "V" for op in self.word):
+    def _check_repetition(self) -> None:
+        """Raises ResidualLostError where a derivative would need the forward again, and that would not be the same."""
+        if all(op[0] == "V" for op in self.word):
+            return
+        if self.site.stateful:
             raise ResidualLostError(
                 f"{self.handle.name}: this derivative needs the forward again, and repeating it would move the "
                 "module's state (BatchNorm, dropout) a second time. It is a derivative inside nested torch.func.vmap, "
                 'or of a call with options(residuals="recompute"). Use remote.eval(), or one level of vmap'
             )
+        if self.moves != self.handle.moves:
+            raise moved(self.handle.name)
+
+
+def moved(name: str) -> ResidualLostError:
+    """The error of a forward that cannot be repeated, because its module is another by now."""
+    return ResidualLostError(
+        f"{name}: this derivative needs the forward again, and the module was changed since (a step, a load or a restart). "
+        "Run the forward again, or derive before the step; residuals='keep' keeps what it needs"
+    )

@@ -19,6 +19,9 @@ from gradwire_wire.words import Word, linear_count
 
 __all__ = ["Handle"]
 
+_MOVING = frozenset({"step", "load_state_dict", "load"})
+"""Verbs after which a forward gives something else."""
+
 
 class Handle:
     """Shared by all proxies of one target. After the worker was restarted, the target is loaded again.
@@ -46,6 +49,7 @@ class Handle:
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
         self.is_module = False
         self.training: bool | None = None
+        self.moves = 0  # how often what a forward gives has changed: by a step, a load or a new life
         self._has_moved = False  # whether the module's state is no longer its factory's
         self._knows_of_death = False
         self._ready()
@@ -67,6 +71,7 @@ class Handle:
         with self._lock:
             if connection is not self._loaded:
                 self._load(connection)
+                self.moves += 1
                 self._tell_of_loss(connection)
         return connection
 
@@ -196,8 +201,9 @@ class Handle:
     ) -> tuple[bytes, list[Carrier]]:
         """Ask for a verb about the module's state; returns a tree and its leaves."""
         connection = self._ready()
-        if verb in ("load_state_dict", "step"):
+        if verb in _MOVING:
             self._has_moved = True
+            self.moves += 1
         reply, frames = connection.request(
             lambda call_id, headers: messages.State(call_id, self._remote, verb, structure, headers),
             carriers,

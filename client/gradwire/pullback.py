@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.derived import moved
 from gradwire.families import family_of, tensors_named
 from gradwire.handle import Handle
 from gradwire.site import Outcome, Site
@@ -55,7 +56,7 @@ class Pullback:
             if recompute
             else [None] * len(carriers)
         )
-        self._released = False
+        self._released, self._moves = False, handle.moves
         self._finalizer = weakref.finalize(self, handle.release, outcome.token)
         self._finalizer.atexit = False
 
@@ -77,6 +78,8 @@ class Pullback:
         """
         if self._released:
             raise ResidualLostError("this pullback was released; run vjp again")
+        if not self._token and self._moves != self._handle.moves:
+            raise moved(self._handle.name)
         cotangents = self._cotangents(out_bar)
         word = (("T", self._wrt, len(cotangents)),)
         try:

@@ -347,13 +347,13 @@ class Optimizer:
     def _change(self, verb: str, *args: Any) -> Any:
         return self._remote._change(verb, self._number, *args)
 
-    def step(self, clip_norm: float | None = None) -> float | None:
+    def step(self, clip_norm: float | None = None, *, zero_grad: bool = False) -> float | None:
         """Apply the accumulated gradients, then advance the schedules. UsageError where no pullback has accumulated any.
 
         clip_norm: the most that the norm of all gradients together may be; they are scaled down to it. Returns what it
-        was before; None without clip_norm.
+        was before; None without clip_norm. zero_grad: forget the gradients then, in the same message.
         """
-        norm = self._change("step") if clip_norm is None else self._change("step", float(clip_norm))
+        norm = self._change("step", None if clip_norm is None else float(clip_norm), bool(zero_grad))
         return None if norm is None else float(norm)
 
     def zero_grad(self) -> None:

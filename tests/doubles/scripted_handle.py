@@ -56,6 +56,7 @@ class ScriptedHandle:
         self.name = "scripted/double.py:f"
         self.answer, self.announce, self.structure = answer, announce, structure
         self.messages: list[Message] = []
+        self.moves = 0
         self.kept: set[int] = set()
         self._tokens = itertools.count(1)
 

@@ -39,7 +39,7 @@ class TorchHandle:
     """See `gradwire.handle.Handle`. ``target``: a function of torch tensors, or an `nn.Module`."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
-        self.name = "double"
+        self.name, self.moves = "double", 0
         self.target = target
         self.parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
         self.kept: dict[int, Kept] = {}

@@ -163,3 +163,136 @@ def test_r42_after_a_restart_the_pullback_is_lost(torch_python: str) -> None:
         assert worker.pid != pid and net(X).shape == (16, 4)
         with pytest.raises(gw.ResidualLostError):
             pullback(np.ones((16, 4), np.float32))
+
+
+# ---- R43: both halves ------------------------------------------------------------------------------------------------
+
+LR, STEPS = 0.05, 20
+
+
+def local_chain(block: Callable[..., Any]) -> dict[str, np.ndarray]:
+    """Linear, block, linear in one process, trained by SGD; the block's first layer is frozen. Everything by name."""
+    import torch
+
+    net = block(SIZES, batch_norm=True, dtype="float64")
+    net[0].requires_grad_(False)
+    ends = {name: torch.tensor(x, requires_grad=True) for name, x in first_ends().items()}
+    optimizer = torch.optim.SGD([*net.parameters(), *ends.values()], lr=LR)
+    x = torch.tensor(X.astype(np.float64))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (net(x @ ends["a"]) @ ends["b"]).pow(2).mean().backward()
+        optimizer.step()
+    state = {name: v.numpy() for name, v in net.state_dict().items()}
+    return {**state, **{name: v.detach().numpy() for name, v in ends.items()}}
+
+
+def first_ends() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(1)
+    return {"a": random.normal(size=(6, 6)), "b": random.normal(size=(4, 3))}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("owner", ["worker", "caller"])
+def test_r43_both_halves_train_as_one_model(
+    worker_of: Workers, block: Callable[..., Any], owner: str, compiled: bool
+) -> None:
+    import jax
+
+    net = worker_of("torch").module("in_torch:make_block", SIZES, batch_norm=True, dtype="float64")
+    net.requires_grad_(False, "0")
+    optimizer = net.optimizer("torch.optim:SGD", lr=LR)
+    with jax.enable_x64(True):
+        apply, own = gw.jax.functional(net, owner=owner)
+        trained = {"ends": {n: jax.numpy.asarray(v) for n, v in first_ends().items()}, "own": own}
+        x = jax.numpy.asarray(X.astype(np.float64))
+
+        def loss(trained: Any) -> Any:
+            ends = trained["ends"]
+            return ((apply(trained["own"], x @ ends["a"]) @ ends["b"]) ** 2).mean()
+
+        gradient = jax.jit(jax.grad(loss)) if compiled else jax.grad(loss)
+        for _ in range(STEPS):
+            bars = gradient(trained)
+            if owner == "worker":
+                optimizer.step(zero_grad=True)
+                bars["own"] = jax.numpy.zeros_like(own)
+            trained = jax.tree.map(lambda p, g: p - LR * g, trained, bars)
+        values = dict(net.state_dict())
+        if owner == "caller":
+            assert "0.weight" not in trained["own"]  # frozen: not the caller's to move
+            values.update({n: np.asarray(v) for n, v in trained["own"].items()})
+        found = {**values, **{n: np.asarray(v) for n, v in trained["ends"].items()}}
+    wanted = local_chain(block)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+    start = block(SIZES, batch_norm=True, dtype="float64").state_dict()
+    np.testing.assert_array_equal(found["0.weight"], start["0.weight"].numpy())
+    other = worker_of("torch").module("in_torch:make_block", SIZES, seed=5, batch_norm=True, dtype="float64")
+    other.load_state_dict({name: found[name] for name in start})
+    for name, value in other.state_dict().items():
+        np.testing.assert_array_equal(value, found[name])
+
+
+def test_clipping_schedules_and_state_from_a_caller(worker_of: Workers, block: Callable[..., Any]) -> None:
+    import torch
+
+    net, local = worker_of("torch").module("in_torch:make_block", SIZES), block(SIZES)
+    groups = [{"names": ["0"], "lr": 0.2}, {"names": "2"}]
+    optimizer = net.optimizer("torch.optim:SGD", groups, lr=0.1, momentum=0.9)
+    optimizer.schedule("torch.optim.lr_scheduler:ExponentialLR", gamma=0.9)
+    theirs = torch.optim.SGD(
+        [{"params": local[0].parameters(), "lr": 0.2}, {"params": local[2].parameters()}],
+        lr=0.1,
+        momentum=0.9,
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(theirs, 0.9)
+    x = torch.tensor(X)
+    for i in range(6):
+        net(x).pow(2).sum().backward()
+        local(x).pow(2).sum().backward()
+        wanted = torch.nn.utils.clip_grad_norm_(local.parameters(), 1.0)
+        assert optimizer.step(clip_norm=1.0, zero_grad=True) == pytest.approx(float(wanted), rel=1e-5)
+        assert all(g is None for g in net.grads().values())
+        theirs.step()
+        schedule.step()
+        theirs.zero_grad()
+        if i == 2:  # another goes on from here
+            saved = optimizer.state_dict()
+            optimizer = net.optimizer("torch.optim:SGD", groups, lr=1.0, momentum=0.9)
+            optimizer.schedule("torch.optim.lr_scheduler:ExponentialLR", gamma=0.9)
+            optimizer.load_state_dict(saved)
+        if i == 3:
+            optimizer.set(momentum=0.5)
+            for group in theirs.param_groups:
+                group["momentum"] = 0.5
+    assert_agree(net.parameters(), {n: p.detach().numpy() for n, p in local.named_parameters()})
+    with pytest.raises(gw.UsageError, match="no option speed"):
+        optimizer.set(speed=1)
+    with pytest.raises(gw.UsageError, match=r"parameters.*names and options|names and options"):
+        net.optimizer("torch.optim:SGD", [{"lr": 1}])
+    with pytest.raises(gw.UsageError, match="'nowhere' names no parameter"):
+        net.requires_grad_(False, "nowhere")
+
+
+def test_generations_after_a_step(worker_of: Workers) -> None:
+    """What was kept before a step is pulled with the values of then, or said to be lost."""
+    import torch
+
+    net = worker_of("torch").module("in_torch:make_block", SIZES)
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    x = torch.tensor(X, requires_grad=True)
+    first, second = net(x), net(x)
+    first.sum().backward()
+    optimizer.step()
+    with pytest.raises(gw.ResidualLostError, match="the parameters were changed"):
+        second.sum().backward()
+    third = net(x)
+    net.load_state_dict(net.state_dict())
+    with pytest.raises(gw.ResidualLostError, match="the parameters were changed"):
+        third.sum().backward()
+    fourth = net.options(residuals="recompute").eval()(x)
+    optimizer.step()
+    with pytest.raises(gw.ResidualLostError):
+        fourth.sum().backward()

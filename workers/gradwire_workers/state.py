@@ -136,13 +136,19 @@ class State:
             raise UsageError(f"{method}(): the optimizers of a {self._engine.NAME} worker cannot do this")
         return found
 
-    def _step(self, program: Program, number: int, clip_norm: float | None = None) -> float | None:
+    def _step(
+        self, program: Program, number: int, clip_norm: float | None = None, zero_grad: bool = False
+    ) -> float | None:
+        optimizer, norm = self._optimizer(program, number), None
         if clip_norm is None:
-            self._optimizer(program, number).step()
-            return None
-        if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0:
+            optimizer.step()
+        elif isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0:
             raise UsageError(f"step(clip_norm={clip_norm!r}): the norm must be a positive number")
-        return self._optimizer(program, number).step(float(clip_norm))
+        else:
+            norm = optimizer.step(float(clip_norm))
+        if zero_grad:
+            optimizer.zero_grad()
+        return norm
 
     def _schedule(self, program: Program, number: int, target: str, kwargs: dict[str, Any]) -> None:
         self._ask(program, number, "schedule")(self._find(target), kwargs)
