@@ -43,13 +43,11 @@ def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder) -> i
     try:
         broker = Broker(address, folder.path, config)
         broker.heed_signals()
-        if config.owner_pid is not None and not broker.belong_to(config.owner_pid, lifeline):
+        if not broker.belong_to(config.owner_pid, lifeline):
             return 0
         if config.name:
             _be_found(config, address, folder)
         lifeline.send_nowait(BrokerReady(address, str(folder.path)))
-        if config.owner_pid is None:
-            lifeline.close()
     except LifelineEnded:
         return 0
     except (UsageError, SocketError) as error:

@@ -111,9 +111,20 @@ class Broker:
         pidfd = open_pidfd(owner_pid)
         if os.getppid() != owner_pid:
             return False
+        self._owner = pidfd, lifeline
         self._listen(pidfd, lambda: self._owner_gone(pidfd, lifeline))
         self._listen(lifeline.fileno(), lambda: self._owner_gone(pidfd, lifeline))
         return True
+
+    def _let_go(self, client: bytes, message: control.LetGo) -> None:
+        """All is as its owner wanted it: a shared broker goes on without."""
+        if not (self._is_shared and self._clients.is_owner(client)):
+            self._clients.send(client, _denied(message, "only who started a shared broker can let it go"))
+            return
+        pidfd, lifeline = self._owner
+        self._unlisten(pidfd)
+        self._unlisten(lifeline.fileno())
+        self._clients.send(client, control.Alone(message.request))
 
     def _owner_gone(self, pidfd: int, lifeline: Lifeline) -> None:
         self._unlisten(pidfd)
@@ -170,6 +181,8 @@ class Broker:
             self._tell_log(client, message)
         elif isinstance(message, control.Restart):
             self._restart(client, message)
+        elif isinstance(message, control.LetGo):
+            self._let_go(client, message)
         elif isinstance(message, control.Cancel):
             self._cancel(client, message.request)
         elif isinstance(message, control.Interrupt):

@@ -317,6 +317,11 @@ class BrokerLink:
         """Have that worker's output shown here, or no more. Does not wait."""
         self._send_soon(control.Show(name, wanted))
 
+    def let_go(self) -> None:
+        """The shared broker that this program started does not end with it any more. Blocks until that is so."""
+        request = next(self._requests)
+        self._ask(request, control.LetGo(request), ANSWER_S)
+
     def end_broker(self, timeout_s: float = CLOSE_S) -> bool:
         """End a shared broker and all its workers, for all its clients. Whether it ended within the time."""
         self._check_usable()

@@ -106,7 +106,7 @@ class PrivateBroker:
         """This program shows the owner's token; a shared broker writes the other one on its card."""
         sharing = self._sharing or Sharing("", "")
         return BrokerConfig(
-            owner_pid=os.getpid() if self.ends_with_us else None,
+            owner_pid=os.getpid(),
             token=os.urandom(16).hex(),
             lent_to_workers=lent_to_workers,
             expected_workers=self._expected_workers,

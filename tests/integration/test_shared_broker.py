@@ -345,6 +345,17 @@ def test_foreground_ends_with_ctrl_c(folder: Path) -> None:
     assert not is_there(pid) and not Path(address.removeprefix("ipc://")).parent.exists()
 
 
+def test_r56_a_start_that_is_killed_leaves_nothing(folder: Path) -> None:
+    text = '[workers.first]\nframework = "numpy"\nfunctions.f = "shared_slow.py:f"\n'
+    (folder / "shared_slow.py").write_text("import time\ntime.sleep(60)\n")
+    path = written(folder, "tests-half", text)
+    program = subprocess.Popen([sys.executable, "-m", "gradwire", "up", path], stderr=subprocess.DEVNULL)
+    card = until(lambda: [card for card in find_cards(os.environ) if card.name == "tests-half"], 20.0)[0]
+    program.kill()
+    program.wait()
+    until(lambda: not is_there(card.pid) and not Path(card.folder).exists())
+
+
 # ---- The folder ----------------------------------------------------------------------------------------------------
 
 

@@ -169,6 +169,8 @@ EXAMPLES = [
     ),
     control.Looked(3),
     control.Log(4, "last words é"),
+    control.LetGo(6),
+    control.Alone(6),
 ]
 
 

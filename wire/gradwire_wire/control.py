@@ -23,6 +23,7 @@ __all__ = [
     "FRAMEWORKS",
     "MAX_MESSAGE",
     "PROTOCOL",
+    "Alone",
     "Attach",
     "Attached",
     "Cancel",
@@ -32,6 +33,7 @@ __all__ = [
     "HasThreads",
     "Heard",
     "Interrupt",
+    "LetGo",
     "Log",
     "Look",
     "Looked",
@@ -161,6 +163,12 @@ class Restart(NamedTuple):
     incarnation: bytes
 
 
+class LetGo(NamedTuple):
+    """Client that owns a shared broker: from now on do not end with me. Answer: Alone, or Denied."""
+
+    request: int
+
+
 class Attached(NamedTuple):
     """Broker: you are welcome."""
 
@@ -271,6 +279,12 @@ class Looked(NamedTuple):
     request: int
 
 
+class Alone(NamedTuple):
+    """Broker, for a LetGo: it ends when it is told to, and only then."""
+
+    request: int
+
+
 class Log(NamedTuple):
     """Broker, for a ReadLog."""
 
@@ -282,8 +296,8 @@ _VOCABULARY = Vocabulary(
     {
         **{1: Attach, 2: Start, 3: Cancel, 4: Interrupt, 5: Stop, 6: Heard, 7: ShutDown},
         **{16: Attached, 17: Refused, 18: Starting, 19: Started, 20: NotStarted, 21: Died, 22: Output},
-        **{8: Detach, 9: Look, 10: Show, 11: ReadLog, 12: Restart},
-        **{23: Denied, 24: HasThreads, 25: Present, 26: Looked, 27: Log},
+        **{8: Detach, 9: Look, 10: Show, 11: ReadLog, 12: Restart, 13: LetGo},
+        **{23: Denied, 24: HasThreads, 25: Present, 26: Looked, 27: Log, 28: Alone},
     }
 )
 KINDS = _VOCABULARY.kinds

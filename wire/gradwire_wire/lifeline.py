@@ -41,12 +41,12 @@ __all__ = [
 class BrokerConfig(NamedTuple):
     """To the broker: whose it is, what clients must show it, and where the worker's packages lie.
 
-    owner_pid: the program it ends with; None for a shared broker, which ends when it is told to. Tokens are
+    owner_pid: the program it ends with; a shared broker only until that lets it go (`control.LetGo`). Tokens are
     hexadecimal; who shows the owner's may start workers where targets are restricted. ``name``, ``file``: of a shared
     one, for its card. ``expected_workers``: among how many the processors are divided, if not more are there.
     """
 
-    owner_pid: Optional[int]
+    owner_pid: int
     token: str
     lent_to_workers: dict[str, str]
     expected_workers: int

@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         workers = start_together(
             configuration.workers.values(), lambda entry: _start(link, entry, stays=sharing.stays)
         )
+        if sharing.stays:
+            link.let_go()
     except BaseException:
         _end(link)
         raise
