@@ -164,15 +164,15 @@ def soak(seconds: float, seed: int, kill_every_s: float = KILL_EVERY_S) -> Tally
                 thread.join(seconds + ANSWER_S)
                 if thread.is_alive():
                     tally.note_wrong("a call hangs")
-            lent = lent_after(workers)
+            lent = lent_after(workers, bridge)
             if lent:
                 tally.note_wrong(f"{lent} loans were never returned")
         del workers, remotes, bridge
     return tally
 
 
-def lent_after(workers: list[gw.Worker], timeout_s: float = 5.0) -> int:
-    """Loans that living workers have not returned in time."""
+def lent_after(workers: list[gw.Worker], bridge: gw.Bridge, timeout_s: float = 5.0) -> int:
+    """Loans that living workers have not returned in time, and that are not kept for a result that a dead one was lent."""
     deadline = time.monotonic() + timeout_s
     while True:
         lent = 0
@@ -180,6 +180,7 @@ def lent_after(workers: list[gw.Worker], timeout_s: float = 5.0) -> int:
             if worker.alive:
                 worker.function("checked:collect")()
                 lent += worker.stats()["lent"]
+        lent = max(0, lent - len(bridge._memory._orphans))
         if not lent or time.monotonic() > deadline:
             return lent
         time.sleep(0.1)

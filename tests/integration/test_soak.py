@@ -17,7 +17,7 @@ sys.path.insert(0, sys.argv[1])
 import soak
 tally = soak.soak(float(sys.argv[2]), 1, 6.0)
 print(dict(tally.counts), *tally.wrong, sep="\\n")
-sys.exit(bool(tally.wrong) or tally.counts["workers killed"] < 5 or tally.counts["calls answered"] < 100)
+sys.exit(bool(tally.wrong) or tally.counts["workers killed"] < 3 or tally.counts["calls answered"] < 100)
 """
 
 
