@@ -47,7 +47,6 @@ import mmap
 import os
 import stat
 import sys
-import tempfile
 import weakref
 from functools import lru_cache
 from typing import Any, Sequence
@@ -133,6 +132,8 @@ def _nameless_file(folder: str | None) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
+    import tempfile  # rarely needed, and `import gradwire` is to cost little
+
     fd, path = tempfile.mkstemp(prefix="segment-", dir=folder)
     os.unlink(path)
     return fd
