@@ -380,3 +380,42 @@ def test_reprs(pair: Any) -> None:
     assert repr(pullback) == "<gradwire.Pullback of torch/in_torch:make_block for args[0]>"
     pullback.release()
     assert repr(pullback).endswith("args[0], released>")
+
+
+# ---- Modules of other frameworks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("framework", "target", "shape"),
+    [("jax", "jax_modules:make_linen", (8, 3)), ("tensorflow", "keras_tensorflow:make_dense", (8, 5, 4))],
+)
+@pytest.mark.parametrize("buffers", ["worker", "explicit"])
+def test_a_module_of_another_framework(
+    worker_of: Workers, framework: str, target: str, shape: tuple[int, ...], buffers: str
+) -> None:
+    """Its gradients are those that the worker accumulates for itself; it learns, and its state comes and goes."""
+    remote, x = worker_of(framework).module(target), torch.randn(shape)
+    net = gw.torch.Module(remote, buffers=buffers)
+    names = [*remote.parameters(), *remote.buffers()]
+    assert (
+        list(net.state_dict()) == names and dict(net.named_parameters()).keys() == remote.parameters().keys()
+    )
+    net.eval()
+    for model in (net, remote):
+        model(x).pow(2).sum().backward()
+    for name, g in remote.options(family="torch").grads().items():
+        torch.testing.assert_close(net.get_parameter(name).grad, g, msg=name)
+    net.train()
+    optimizer, losses = torch.optim.Adam(net.parameters(), lr=0.05), []
+    for _ in range(15):
+        optimizer.zero_grad()
+        losses.append(net(x).pow(2).mean())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    net.eval()
+    other = gw.torch.Module(worker_of(framework).module(target, seed=1), buffers=buffers).eval()
+    assert not torch.allclose(other(x), net(x))
+    # Keras numbers the layers of a process: the second model's are called otherwise
+    other.load_state_dict(dict(zip(other.state_dict(), net.state_dict().values(), strict=True)))
+    torch.testing.assert_close(other(x), net(x))
