@@ -159,7 +159,7 @@ def history_of_torch() -> list[float]:
 
 
 def test_a_keras_model_that_has_no_weights_yet_honours_training(worker_of: Workers) -> None:
-    net = worker_of("tensorflow").module("keras_tensorflow:make_sequence")
+    net = worker_of("tensorflow").module("keras_models:make_sequence")
     layer = gw.keras.Layer(net, name="remote")
     assert layer.weights == [] and net.parameters() == {}
     symbolic = layer(keras.Input((5,), dtype="int64"))
@@ -222,7 +222,7 @@ def test_a_keras_model_with_results_of_three_dimensions_in_an_optax_loop(
 
     jax.config.update("jax_enable_x64", dtype == "float64")
     try:
-        net = worker_of("tensorflow").module("keras_tensorflow:make_dense", dtype=dtype)
+        net = worker_of("tensorflow").module("keras_models:make_dense", dtype=dtype)
         apply, params = gw.jax.functional(net)
         x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 5, 4)), dtype)
         optimizer = optax.adam(0.01)
@@ -318,3 +318,53 @@ def test_generations_a_step_in_the_worker_a_load_and_a_restart(
         tape.gradient(y, variables)
     np.testing.assert_allclose(layer(x), y, 1e-12)
     worker.close()
+
+
+# ---- Keras with another backend in a worker ----------------------------------------------------------------------------
+
+
+def test_r39_keras_with_the_torch_backend_in_a_worker(shared_bridge: gw.Bridge, worker_of: Workers) -> None:
+    """The same model and weights as in a TensorFlow worker: results, gradients, statistics, mode and seeds."""
+    options: dict[str, Any] = {"python": sys.executable, "path": [HERE / "targets"], "threads": 1}
+    worker = shared_bridge.worker("torch", env={"KERAS_BACKEND": "torch"}, **options)
+    net = worker.module("keras_models:make_noisy")
+    twin = worker_of("tensorflow").module("keras_models:make_noisy")
+    names = {}  # Keras numbers layers by process
+    for mine, other in ((net.parameters(), twin.parameters()), (net.buffers(), twin.buffers())):
+        names.update(zip(mine, other, strict=True))
+    assert next(iter(names)) == "net/dense/kernel" and len(names) == 8
+    twin.load_state_dict({names[name]: value for name, value in net.state_dict().items()})
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    assert net.spec(x).shape == (16, 3) and net.training is True
+
+    net.eval()
+    layers = [gw.keras.Layer(remote) for remote in (net, twin)]
+    found = []
+    for layer in layers:
+        variables = [v.value for v in layer.trainable_weights]
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(layer(tf.constant(x)) ** 2)
+        found.append([y, *tape.gradient(y, variables)])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, 1e-4, 1e-4)
+
+    one, two = (as_numpy(layers[0](x, training=True)) for _ in range(2))
+    for _ in range(2):
+        layers[1](x, training=True)
+    assert (one != two).any()  # dropout
+    for name, value in net.buffers().items():
+        np.testing.assert_allclose(value, twin.buffers()[names[name]], 1e-5, 1e-6, err_msg=name)
+    net.train()
+    seeded = net.options(seed=5)
+    assert (seeded(x) == seeded(x)).all()
+    optimizer, before = net.optimizer("torch.optim:SGD", lr=0.1), net.parameters()
+    y, pullback = net.vjp(x)
+    pullback(y)
+    optimizer.step()
+    assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
+    worker.close()
+
+    wrong = shared_bridge.worker("torch", env={"KERAS_BACKEND": "tensorflow"}, **options)
+    with pytest.raises(gw.UsageError, match="KERAS_BACKEND"):
+        wrong.module("keras_models:make_noisy")
+    wrong.close()

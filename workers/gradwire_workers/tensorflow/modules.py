@@ -8,10 +8,10 @@ from typing import Any, Callable, Iterable, Mapping
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.keras_layers import is_keras_layer
 
 __all__ = ["Module", "problems_of_state", "resource_of", "unique_names", "value_of"]
 
-_KERAS = ("keras.", "tf_keras.", "tensorflow.python.keras.")
 _MODE_NAMES = ("training", "is_training")
 
 
@@ -23,7 +23,7 @@ class Module:
 
     def __init__(self, target: Any) -> None:
         self.target = target
-        self.is_keras = _is_keras_layer(target)
+        self.is_keras = is_keras_layer(target)
         self.has_state = (
             self.is_keras or isinstance(target, tf.Module) or hasattr(target, "trainable_variables")
         )
@@ -109,11 +109,6 @@ class Module:
             )
 
 
-def _is_keras_layer(target: Any) -> bool:
-    """Of any Keras, none of which is imported for this."""
-    return any(c.__name__ == "Layer" and c.__module__.startswith(_KERAS) for c in type(target).__mro__)
-
-
 def _keywords_of(function: Callable[..., Any]) -> Iterable[str]:
     try:
         return inspect.signature(function).parameters
@@ -127,7 +122,7 @@ def _named_in(module: tf.Module) -> tuple[dict[str, Any], set[int]]:
     trainable: set[int] = set()
 
     def wanted(x: Any) -> bool:
-        return isinstance(x, tf.Variable) or _is_keras_layer(x)
+        return isinstance(x, tf.Variable) or is_keras_layer(x)
 
     for path, x in module._flatten(recursive=True, predicate=wanted, with_path=True):
         name = ".".join(str(part) for part in path)

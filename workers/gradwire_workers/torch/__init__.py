@@ -17,6 +17,7 @@ import torch
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import NAME, adopt, aval, export, is_tensor
+from gradwire_workers.keras_layers import is_keras_layer
 from gradwire_workers.torch.program import TorchProgram
 
 __all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program", "resize"]
@@ -68,4 +69,8 @@ def program(obj: Any, *, is_module: bool) -> TorchProgram:
         raise UsageError(
             f"{what} a {type(obj).__qualname__}, which cannot be called. Name a function or a module"
         )
+    if is_keras_layer(obj):
+        from gradwire_workers.torch.keras import KerasModule  # imports Keras, which its owner has
+
+        obj = KerasModule(obj)
     return TorchProgram(obj, _device)

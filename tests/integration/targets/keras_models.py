@@ -1,4 +1,4 @@
-"""Keras models in a TensorFlow worker."""
+"""Keras models, for workers with any backend of Keras."""
 
 import keras
 
@@ -20,3 +20,19 @@ def make_dense(width=3, dtype="float32", seed=0):
     net.add(keras.layers.Dense(8, activation="tanh", dtype=dtype))
     net.add(keras.layers.Dense(width, dtype=dtype))
     return net
+
+
+def make_noisy(seed=0):
+    """(batch, 4) to (batch, 3), with BatchNorm and dropout."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5),
+            layers.Dense(3),
+        ],
+        name="net",
+    )

@@ -1,0 +1,83 @@
+"""A Keras layer or model, with Keras's torch backend, as a torch module like any other.
+
+Keras keeps its variables beside the places where torch looks, and its layers are told their mode with each call, not by
+``train()``. A `KerasModule` has trainable variables as its parameters and the other weights as its buffers, by Keras's
+paths; its forward has Keras compute with whatever is in these places then, in the module's mode. So gradients,
+optimizers, shadows and functional forms are torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+
+from gradwire_wire.errors import UsageError
+
+__all__ = ["KerasModule"]
+
+
+class KerasModule(torch.nn.Module):
+    """Shares its tensors with the layer. Dropout and the like draw from torch's generator, which `options(seed=...)` sets.
+
+    Raises UsageError for a layer that has not been built, or where Keras's backend is another.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        _check(layer)
+        self._layer = (layer,)  # in a tuple: not a part, whose parameters would count twice
+        trainable = {id(v) for v in layer.trainable_variables}
+        weights = {id(v) for v in layer.weights}
+        self._places: dict[str, Any] = {}
+        for v in layer.weights:
+            name = self._free_name(v.path.replace(".", "_"))
+            self._places[name] = v
+            if id(v) in trainable:
+                self.register_parameter(name, v.value)
+            else:
+                self.register_buffer(name, v.value.detach())
+        self._seeds = [
+            v for v in layer.variables if id(v) not in weights and v.path.endswith("seed_generator_state")
+        ]
+
+    def _free_name(self, name: str) -> str:
+        number, free = 1, name
+        while free in self._places:
+            free, number = f"{name}_{number}", number + 1
+        return free
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.setdefault("training", self.training) != self.training:
+            raise UsageError(
+                f"training={kwargs['training']} in the call, and the module is in "
+                f"{'training' if self.training else 'evaluation'} mode: use remote.train() and remote.eval()"
+            )
+        given = {name: self._parameters.get(name, self._buffers.get(name)) for name in self._places}
+        mapping = [(self._places[name], x) for name, x in given.items()]
+        if self.training:
+            mapping += [
+                (v, torch.randint(0, 2**31 - 1, tuple(v.shape)).to(v.value.dtype)) for v in self._seeds
+            ]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            result = self._layer[0](*args, **kwargs)
+        for name, buffer in self._buffers.items():
+            moved = scope.get_current_value(self._places[name])
+            if buffer is not None and moved is not None and moved is not given[name]:
+                with torch.no_grad():
+                    buffer.copy_(moved)
+        return result
+
+
+def _check(layer: Any) -> None:
+    what = f"{type(layer).__qualname__} {getattr(layer, 'name', '')}"
+    if not isinstance(layer, torch.nn.Module):
+        raise UsageError(
+            f"{what} is of Keras with the {keras.backend.backend()} backend, and this is a torch worker. Start it with "
+            'bridge.worker("torch", env={"KERAS_BACKEND": "torch"}, ...)'
+        )
+    if not layer.built:
+        raise UsageError(
+            f"{what} has no weights yet. Build it in its factory: begin with keras.Input, or call layer.build(shape)"
+        )
