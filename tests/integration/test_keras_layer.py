@@ -368,3 +368,56 @@ def test_r39_keras_with_the_torch_backend_in_a_worker(shared_bridge: gw.Bridge, 
     with pytest.raises(gw.UsageError, match="KERAS_BACKEND"):
         wrong.module("keras_models:make_noisy")
     wrong.close()
+
+
+def check_noisy_layer(layer: Any, net: gw.Remote) -> None:
+    """(batch, 4) to (batch, 3) with BatchNorm and dropout: the mode is honoured, every weight learns, fit and evaluate."""
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    before = net.buffers()
+    one, two = (as_numpy(layer(x, training=True)) for _ in range(2))
+    still, same = as_numpy(layer(x)), as_numpy(layer(x, training=False))
+    assert (one != two).any() and (still == same).all()
+    moved = net.buffers()
+    assert any((moved[name] != value).any() for name, value in before.items())
+    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.02), "mse")
+    weights = [as_numpy(v).copy() for v in layer.trainable_weights]
+    losses = model.fit(x, x[:, :1], epochs=8, batch_size=16, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert all((as_numpy(v) != w).any() for v, w in zip(layer.trainable_weights, weights, strict=True))
+    counted = net.buffers()
+    assert model.evaluate(x, x[:, :1], verbose=0) == model.evaluate(x, x[:, :1], verbose=0)
+    assert all((net.buffers()[name] == value).all() for name, value in counted.items())
+
+
+def test_a_flax_module_as_a_keras_layer(worker_of: Workers) -> None:
+    net = worker_of("jax").module("keras_flax:make_classifier")
+    layer = gw.keras.Layer(net)
+    assert sorted(v.name for v in layer.weights) == sorted(n.replace(".", "_") for n in net.parameters())
+    check_noisy_layer(layer, net)
+
+
+def test_r39_keras_with_the_jax_backend_in_a_worker(shared_bridge: gw.Bridge) -> None:
+    options: dict[str, Any] = {"python": sys.executable, "path": [HERE / "targets"], "threads": 1}
+    worker = shared_bridge.worker("jax", env={"KERAS_BACKEND": "jax"}, **options)
+    net = worker.module("keras_models:make_noisy")
+    assert (
+        net.training is False
+        and next(iter(net.parameters())) == "net/dense/kernel"
+        and len(net.buffers()) == 2
+    )
+    check_noisy_layer(gw.keras.Layer(net), net)
+    net.train()
+    x = np.ones((5, 4), "float32")
+    seeded = net.options(seed=5)
+    assert (seeded(x) == seeded(x)).all() and (net(x) != net(x)).any()
+    optimizer, before = net.optimizer("optax:sgd", learning_rate=0.1), net.parameters()
+    y, pullback = net.vjp(np.random.default_rng(0).normal(size=(16, 4)).astype("float32"))
+    pullback(y)
+    optimizer.step()
+    assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
+    worker.close()
+    wrong = shared_bridge.worker("jax", env={"KERAS_BACKEND": "tensorflow"}, **options)
+    with pytest.raises(gw.UsageError, match="KERAS_BACKEND"):
+        wrong.module("keras_models:make_noisy")
+    wrong.close()

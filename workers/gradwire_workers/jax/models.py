@@ -10,11 +10,12 @@ import sys
 from typing import Any, Protocol, Union
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.keras_layers import is_keras_layer
 
 __all__ = ["RETURN", "Model", "is_of", "model_of"]
 
 RETURN = (
-    "return one of: a Flax nnx module; a Flax linen module with its variables, (module, module.init(key, example)) or "
+    "return one of: a Keras layer; a Flax nnx module; a Flax linen module with its variables, (module, module.init(key, example)) or "
     "module.bind(variables); an Equinox module, or (module, state); (apply, params) or (apply, params, state) with any "
     "pytrees, for calls apply(params, *args) or apply(params, state, *args) -> (result, state)"
 )
@@ -49,6 +50,10 @@ class Model(Protocol):
 
 def model_of(obj: Any) -> Model | None:
     """What a factory returned, taken apart; None for a plain callable, which has no state. UsageError says what to return."""
+    if is_keras_layer(obj):
+        from gradwire_workers.jax.keras import KerasModel
+
+        return KerasModel(obj)
     if is_of(obj, "flax.nnx", "Module"):
         from gradwire_workers.jax.nnx import NnxModel
 

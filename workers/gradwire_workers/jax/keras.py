@@ -1,0 +1,74 @@
+"""A Keras layer or model with Keras's JAX backend: its variables are taken out, and given back for each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import keras
+
+from gradwire_wire.errors import UsageError
+
+__all__ = ["KerasModel"]
+
+
+class KerasModel:
+    """See `gradwire_workers.jax.models.Model`. Random generators begin anew at each call, from the call's key.
+
+    Raises UsageError for a layer that has not been built, or where Keras's backend is another.
+    """
+
+    is_pure = True
+
+    def __init__(self, layer: Any) -> None:
+        self.name = f"{type(layer).__qualname__} {layer.name}"
+        if keras.backend.backend() != "jax":
+            raise UsageError(
+                f"{self.name} is of Keras with the {keras.backend.backend()} backend, and this is a JAX worker. Start it "
+                'with bridge.worker("jax", env={"KERAS_BACKEND": "jax"}, ...)'
+            )
+        if not layer.built:
+            raise UsageError(
+                f"{self.name} has no weights yet. Build it in its factory: begin with keras.Input, or call layer.build(shape)"
+            )
+        self._layer = layer
+        self.training: bool | None = False
+        trainable, weights = ({id(v) for v in vs} for vs in (layer.trainable_variables, layer.weights))
+        self._variables: dict[str, Any] = {}
+        for v in layer.weights:
+            self._variables[self._free_name(v.path)] = v
+        values = {name: v.value for name, v in self._variables.items()}
+        self.parameters = {n: x for n, x in values.items() if id(self._variables[n]) in trainable}
+        self.buffers = {n: x for n, x in values.items() if n not in self.parameters}
+        others = [v for v in layer.variables if id(v) not in weights]
+        self._seeds = [v for v in others if v.path.endswith("seed_generator_state")]
+
+    def _free_name(self, name: str) -> str:
+        number, free = 1, name
+        while free in self._variables:
+            free, number = f"{name}_{number}", number + 1
+        return free
+
+    def apply(
+        self,
+        training: bool | None,
+        arrays: dict[str, Any],
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("training", training) != training:
+            raise UsageError(
+                f"training={kwargs['training']} in the call, and the module is in the other mode: use remote.train() and "
+                "remote.eval()"
+            )
+        mapping = [(v, arrays[name]) for name, v in self._variables.items()]
+        mapping += [(v, _seed(v, jax.random.fold_in(key, i))) for i, v in enumerate(self._seeds)]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            result = self._layer(*args, **{**kwargs, "training": training})
+        moved = {name: scope.get_current_value(self._variables[name]) for name in self.buffers}
+        return result, {name: arrays[name] if x is None else x for name, x in moved.items()}
+
+
+def _seed(variable: Any, key: Any) -> Any:
+    return jax.random.bits(key, variable.shape, "uint32").astype(variable.value.dtype)
