@@ -162,7 +162,7 @@ def right_message(client: Intruder, remote: int, chance: random.Random) -> Any:
         header = chance.choice(headers)
         at = chance.randrange(8)
         header[at] = other_value(chance, header[at])
-    kind = chance.randrange(8)
+    kind = chance.randrange(9)
     tree = positional(len(headers))
     if kind == 0:
         return messages.Load(number, chance.choice(["function", "module"]), "served:total", tree, headers)
@@ -172,6 +172,8 @@ def right_message(client: Intruder, remote: int, chance: random.Random) -> Any:
         return messages.State(number, remote, "load_state_dict", tree, headers)
     if kind == 3:
         return messages.Release([1, 2, 2**32 - 1])
+    if kind == 8:
+        return messages.Trace(number, chance.choice([0, 1, 100, 2**40]))
     word = [["T", [0], 1]] if kind == 4 else [["V", [True, True, False]]] if kind == 5 else []
     token = chance.choice([0, 0, 0, 1, [[1, 0]]])
     return messages.Call(

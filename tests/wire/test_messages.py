@@ -32,6 +32,7 @@ from gradwire_wire.messages import (
     Segment,
     Spec,
     State,
+    Trace,
     Welcome,
     pack,
     unpack,
@@ -56,6 +57,7 @@ EXAMPLES: dict[str, Any] = {
     "spec": Spec(4, 1, TREE, None, 0, [[[2, 3], [2, 32, 1]]]),
     "state": State(5, 1, "load_state_dict", TREE, [HEADERS[1]]),
     "release": Release([1, 2**32 - 1]),
+    "trace": Trace(6, 65536),
     "done": Done(2, TREE, HEADERS, 4711, 123456789),
     "failed": Failed(2, "RemoteError", "ValueError", "bad 42 é", "Traceback …"),
     "hello": Hello(1, b"token", ID, 1234),
@@ -120,7 +122,7 @@ FIELDS: dict[str, str] = {
     **dict.fromkeys(
         ("call_id", "remote", "keep", "token_ops", "flags", "compute_ns", "protocol", "pid"), "natural"
     ),
-    **dict.fromkeys(("number", "nbytes", "plan", "inlined", "room"), "natural"),
+    **dict.fromkeys(("number", "nbytes", "plan", "inlined", "room", "capacity"), "natural"),
     **dict.fromkeys(("kind", "target", "verb", "type_name", "message", "traceback"), "text"),
     **dict.fromkeys(("structure", "client_id", "incarnation"), "binary"),
     **dict.fromkeys(("headers", "avals", "word"), "array"),

@@ -33,6 +33,7 @@ __all__ = [
     "Segment",
     "Spec",
     "State",
+    "Trace",
     "Welcome",
     "pack",
     "unpack",
@@ -127,6 +128,13 @@ class State(NamedTuple):
     headers: list[Any]
 
 
+class Trace(NamedTuple):
+    """Client: record the times of my calls, of so many at most, the latest; 0: stop, and give what was recorded."""
+
+    call_id: int
+    capacity: int
+
+
 class Release(NamedTuple):
     """Client: these tokens will not be named again. No reply."""
 
@@ -210,6 +218,7 @@ KINDS: dict[int, type] = {
     4: State,
     5: Release,
     6: Plan,
+    7: Trace,
     16: Done,
     17: Failed,
     18: Long,
@@ -261,6 +270,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
             "plan",
             "inlined",
             "room",
+            "capacity",
         ),
         _natural,
     ),

@@ -45,6 +45,7 @@ from gradwire_wire.messages import (
     Release,
     Spec,
     State,
+    Trace,
     Welcome,
 )
 from gradwire_wire.segments import Ledger, read_memory
@@ -135,6 +136,7 @@ class Desk:
             Load: self._load,
             State: self._change_state,
             Release: self._release,
+            Trace: self._trace,
         }
 
     def serve(self, control: Any, on_control: Callable[[], bool]) -> None:
@@ -603,6 +605,12 @@ class Desk:
 
     def _release(self, session: Session, release: Release, carriers: list[Carrier | None], _: Any) -> None:
         self._residuals.release(release.released, session.client_id)
+
+    def _trace(self, session: Session, trace: Trace, *_: Any) -> Reply:
+        from gradwire_workers import recording  # whoever is not traced does without
+
+        structure, rows = recording.act(self, session.client_id, trace)
+        return self._done(session, trace.call_id, rows, structure)
 
     def _program(self, number: int) -> Program:
         try:

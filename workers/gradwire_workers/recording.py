@@ -1,0 +1,118 @@
+"""When a client's calls were received, computed and answered here, for who asked for it by `messages.Trace`.
+
+A desk that records is a desk of another class, and only as long as somebody wants it: otherwise nothing here costs
+anything, not even a test. Times are CLOCK_MONOTONIC's, which the processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.dtypes import BY_NAME
+from gradwire_wire.errors import ProtocolError
+from gradwire_wire.messages import Trace
+from gradwire_wire.recordings import COLUMNS, MAX_ROWS, Ring
+from gradwire_wire.segments import Ledger
+from gradwire_wire.structures import flatten
+from gradwire_workers.desk import Desk, Session
+from gradwire_workers.interrupts import Interrupts
+
+__all__ = ["act"]
+
+INT64 = BY_NAME["int64"]
+now = time.monotonic_ns
+
+
+def act(desk: Desk, client_id: bytes, trace: Trace) -> tuple[bytes, list[Carrier]]:
+    """Begin a client's recording, or end it: the structure and the tensors of the answer."""
+    if trace.capacity > MAX_ROWS:
+        raise ProtocolError(f"a recording of {trace.capacity} rows; at most {MAX_ROWS}")
+    rings: dict[bytes, Ring] = desk.__dict__.setdefault("rings", {})
+    if trace.capacity:
+        rings[client_id] = Ring(trace.capacity)
+        _begin(desk)
+        return flatten(None, callable)[0], []
+    ring = rings.pop(client_id, None) or Ring(1)
+    if not rings:
+        _end(desk)
+    facts = {"columns": list(COLUMNS), "dropped": ring.dropped}
+    return flatten(facts, callable)[0], [Carrier(ring.taken(), INT64)]
+
+
+def _begin(desk: Desk) -> None:
+    if type(desk) is Desk:
+        desk.__dict__.update(free=now(), ready=0, call_id=0)
+        desk._interrupts.__dict__.update(call_id=0, begun=0, computed=0)
+        desk.__class__ = RecordingDesk
+        desk._interrupts.__class__ = RecordingInterrupts
+
+
+def _end(desk: Desk) -> None:
+    if type(desk) is not Desk:
+        desk._interrupts.__class__ = Interrupts
+        desk.__class__ = Desk
+
+
+class RecordingInterrupts(Interrupts):
+    """Notes when user code begins and ends, and for which call."""
+
+    call_id: int
+    begun: int
+    computed: int
+
+    def begin(self, ledger: Ledger, call_id: int) -> None:
+        """As of `Interrupts`."""
+        self.call_id, self.begun = call_id, now()
+        super().begin(ledger, call_id)
+
+    def end(self) -> None:
+        """As of `Interrupts`."""
+        super().end()
+        self.computed = now()
+
+
+class RecordingDesk(Desk):
+    """Notes when each message of those clients came, was acted on and was answered."""
+
+    rings: dict[bytes, Ring]
+    free: int
+    ready: int
+    call_id: int
+    _interrupts: RecordingInterrupts
+
+    def _serve_one(self, session: Session | None, frames: list[bytes], line: Any) -> None:
+        _begin_row(self)
+        received = now()
+        super()._serve_one(session, frames, line)
+        _end_row(self, session, received)
+
+    def _send(self, session: Session | None, reply: Any, line: Any) -> None:
+        self.ready, self.call_id = now(), reply.message.call_id
+        super()._send(session, reply, line)
+
+    def _end(self, fd: int) -> None:
+        _, session = self._tethers[fd]
+        super()._end(fd)
+        if session is not None:
+            self.rings.pop(session.client_id, None)
+        if not self.rings:
+            _end(self)
+
+
+# Not methods: the message that ends a recording changes the desk's class before its row would be made.
+
+
+def _begin_row(desk: RecordingDesk) -> None:
+    noted = desk._interrupts
+    desk.call_id = desk.ready = noted.call_id = noted.begun = noted.computed = 0
+
+
+def _end_row(desk: RecordingDesk, session: Session | None, received: int) -> None:
+    sent, noted = now(), desk._interrupts
+    ring = desk.rings.get(session.client_id) if session is not None else None
+    call_id = desk.call_id or noted.call_id
+    if ring is not None and call_id:  # a message without a number has no answer
+        ring.add((call_id, desk.free, received, noted.begun, noted.computed, desk.ready or sent, sent))
+    desk.free = sent
