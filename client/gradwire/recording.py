@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,11 @@ from gradwire import remote
 from gradwire.connection import Connection
 from gradwire.families import face_named
 from gradwire.handle import Handle
+from gradwire.site import Outcome, Site
 from gradwire_wire import messages
 from gradwire_wire.errors import GradwireError, UsageError
+from gradwire_wire.exchange import NotShared
+from gradwire_wire.lane import TooLong
 from gradwire_wire.recordings import COLUMNS, MAX_ROWS
 from gradwire_wire.structures import fill
 
@@ -58,7 +61,11 @@ class Invocation:
 
 
 class Message:
-    """One message and its answer, at this end. ``kind``: call, load, spec, state. ``by``: lane, or ZeroMQ."""
+    """One message and its answer, at this end.
+
+    kind: call, load, spec, state. sent_as: message, plan (a message that makes one), or short (a call that has a plan).
+    by: lane, or ZeroMQ.
+    """
 
     __slots__ = (
         "answered",
@@ -73,6 +80,7 @@ class Message:
         "lent",
         "received",
         "sent",
+        "sent_as",
         "thread",
         "token",
         "verb",
@@ -84,18 +92,10 @@ class Message:
         self.worker, self.incarnation = connection.facts.name, connection.facts.incarnation
         self.invocation, self.thread = invocation, threading.get_native_id()
         self.call_id = self.keep = self.lent = self.sent = self.received = self.answered = 0
-        self.kind, self.by, self.verb, self.error = "message", "", "", ""
+        self.kind, self.sent_as, self.by, self.verb, self.error = "", "message", "", "", ""
         self.word: Any = ()
         self.token: Any = 0
         self.began = now()
-
-    def describe(self, message: Any) -> None:
-        """Note what is sent."""
-        self.lent = now()
-        self.kind, self.call_id = type(message).__name__.lower(), message.call_id
-        self.verb = getattr(message, "verb", "")
-        self.word, self.token = getattr(message, "word", ()), getattr(message, "token", 0)
-        self.keep = getattr(message, "keep", 0)
 
 
 class FarEnd(NamedTuple):
@@ -139,35 +139,89 @@ class RecordingConnection(Connection):
 
     recording: Recording
 
-    def request(
-        self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None
-    ) -> tuple[messages.Done, Sequence[bytes]]:
+    def request(self, *args: Any, **kwargs: Any) -> Any:
         """As of `Connection`."""
-        noted = _notes.message = self.recording.note(self)
+        return _noted(self.recording.note(self), Connection.request, self, args, kwargs)
 
-        def making(call_id: int, headers: list[Any]) -> Any:
-            message = make(call_id, headers)
-            noted.describe(message)
-            return message
+    def evaluate(
+        self, remote: int, site: Site, word: Any, carriers: Any, keep: int, token: Any, token_ops: int
+    ) -> Outcome:
+        """As of `Connection`."""
+        noted = self.recording.note(self)
+        noted.kind, noted.word, noted.keep, noted.token = "call", word, keep, token
+        args = (remote, site, word, carriers, keep, token, token_ops)
+        return _noted(noted, Connection.evaluate, self, args, {})
 
+    def _evaluate_short(self, line: Any, plan: Any, *args: Any) -> Outcome:
+        noted: Message | None = _notes.message
+        planned: Any = plan
+        if noted is None:
+            return Connection._evaluate_short(self, line, plan, *args)
+        noted.sent_as, planned = "short", _Planned(plan, noted)
         try:
-            return Connection.request(self, making, carriers, timeout_s)
-        except BaseException as error:
-            noted.error = type(error).__name__
+            return Connection._evaluate_short(self, line, planned, *args)
+        except (NotShared, TooLong):  # it will go as a message
+            noted.sent_as, noted.lent = "message", 0
             raise
-        finally:
-            noted.answered = now()
-            _notes.message = None
 
-    def _wait(self, *args: Any, **kwargs: Any) -> Any:
+    def _send_plan(self, message: Any, *args: Any) -> Any:
+        _describe(message)
+        line, plan = Connection._send_plan(self, message, *args)
+        if plan is not None and _notes.message is not None:
+            _notes.message.sent_as = "plan"
+        return line, plan
+
+    def _send(self, message: Any, *args: Any) -> Any:
+        _describe(message)
+        return Connection._send(self, message, *args)
+
+    def _wait(self, line: Any, call_id: int, *args: Any) -> Any:
         noted = _notes.message
         if noted is None:
-            return Connection._wait(self, *args, **kwargs)
-        noted.sent, noted.by = now(), _line_name(args[0])
+            return Connection._wait(self, line, call_id, *args)
+        noted.sent, noted.call_id, noted.by = now(), call_id, _line_name(line)
         try:
-            return Connection._wait(self, *args, **kwargs)
+            return Connection._wait(self, line, call_id, *args)
         finally:
             noted.received = now()
+
+
+def _noted(noted: Message, act: Any, connection: Connection, args: Any, kwargs: Any) -> Any:
+    """Do it as this thread's message, and note how it ends."""
+    _notes.message = noted
+    try:
+        return act(connection, *args, **kwargs)
+    except BaseException as error:
+        noted.error = type(error).__name__
+        raise
+    finally:
+        noted.answered = now()
+        _notes.message = None
+
+
+def _describe(message: Any) -> None:
+    """A message is packed and sent now: its tensors are lent."""
+    noted = _notes.message
+    if noted is not None and not noted.lent:
+        noted.lent = now()
+        noted.call_id, noted.verb = message.call_id, getattr(message, "verb", "")
+        noted.kind = noted.kind or type(message).__name__.lower()
+
+
+class _Planned:
+    """A plan that notes when the tensors of a short call are lent."""
+
+    def __init__(self, plan: Any, noted: Message) -> None:
+        self._plan, self._noted = plan, noted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def put(self, *args: Any) -> Any:
+        """As of `plans.Plan`."""
+        loans = self._plan.put(*args)
+        self._noted.lent = now()
+        return loans
 
 
 def _line_name(line: Any) -> str:
@@ -316,6 +370,11 @@ class Recording:
                 far[incarnation], dropped[connection.facts.name] = _fetch(connection)
             except GradwireError as error:
                 self._lost[connection.facts.name] = _told(error)
+            if not _is_one_clock(self._messages, far.get(incarnation, {}), incarnation):
+                del far[incarnation]
+                self._lost[connection.facts.name] = (
+                    "its clock is not this machine's: nobody knows when it did what"
+                )
         return Recorded(
             self._started,
             stopped,
@@ -336,6 +395,18 @@ def _fetch(connection: Connection) -> tuple[dict[int, FarEnd], int]:
     at = [facts["columns"].index(name) for name in FarEnd._fields]
     ids = rows[:, facts["columns"].index("call_id")].tolist()
     return {n: FarEnd(*row) for n, row in zip(ids, rows[:, at].tolist(), strict=True)}, facts["dropped"]
+
+
+def _is_one_clock(noted: Iterable[Message], far: dict[int, FarEnd], incarnation: bytes) -> bool:
+    """Whether what a worker says fits what was seen here; not so on another machine, and in another time namespace."""
+    for message in noted:
+        there = far.get(message.call_id) if message.incarnation == incarnation else None
+        if there is None or not message.lent:
+            continue
+        answered = message.answered or there.received
+        if not (message.lent <= there.received and max(there.received, there.computed) <= answered):
+            return bool(message.error)  # of a call that nobody waited for, the rest may come later
+    return True
 
 
 def _told(error: GradwireError) -> str:

@@ -149,9 +149,9 @@ class _Events:
         yield from self._arrow("request", (self._pid, noted.thread, noted.lent), (pid, pid, far.received))
         if noted.received:
             # the client may be awake before the worker knows that it has sent
-            yield from self._way("to caller", noted, min(far.ready, noted.received), noted.received)
-            back = (self._pid, noted.thread, noted.received)
-            yield from self._arrow("reply", (pid, pid, far.ready), back)
+            left = min(far.ready, noted.received)
+            yield from self._way("to caller", noted, left, noted.received)
+            yield from self._arrow("reply", (pid, pid, left), (self._pid, noted.thread, noted.received))
 
     def _way(self, name: str, noted: Message, begin: int, end: int) -> Iterator[Event]:
         number = f"{noted.incarnation.hex()}-{noted.call_id}-{name}"
@@ -196,7 +196,7 @@ def _arguments(noted: Message, invocation: Invocation | None) -> dict[str, Any]:
     made: dict[str, Any] = {
         "call_id": noted.call_id,
         "worker": noted.worker,
-        "sent as": noted.kind,
+        "sent as": noted.sent_as,
         "by": noted.by,
     }
     if noted.kind == "call":

@@ -609,7 +609,7 @@ class Desk:
     def _trace(self, session: Session, trace: Trace, *_: Any) -> Reply:
         from gradwire_workers import recording  # whoever is not traced does without
 
-        structure, rows = recording.act(self, session.client_id, trace)
+        structure, rows = recording.act(self, session, trace)
         return self._done(session, trace.call_id, rows, structure)
 
     def _program(self, number: int) -> Program:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from weakref import WeakSet
 
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
@@ -25,34 +26,36 @@ INT64 = BY_NAME["int64"]
 now = time.monotonic_ns
 
 
-def act(desk: Desk, client_id: bytes, trace: Trace) -> tuple[bytes, list[Carrier]]:
+def act(desk: Desk, session: Session, trace: Trace) -> tuple[bytes, list[Carrier]]:
     """Begin a client's recording, or end it: the structure and the tensors of the answer."""
     if trace.capacity > MAX_ROWS:
         raise ProtocolError(f"a recording of {trace.capacity} rows; at most {MAX_ROWS}")
-    rings: dict[bytes, Ring] = desk.__dict__.setdefault("rings", {})
     if trace.capacity:
-        rings[client_id] = Ring(trace.capacity)
-        _begin(desk)
+        session.__dict__["ring"] = Ring(trace.capacity)
+        _begin(desk, session)
         return flatten(None, callable)[0], []
-    ring = rings.pop(client_id, None) or Ring(1)
-    if not rings:
-        _end(desk)
+    ring = session.__dict__.pop("ring", None) or Ring(1)
+    _end(desk, session)
     facts = {"columns": list(COLUMNS), "dropped": ring.dropped}
     return flatten(facts, callable)[0], [Carrier(ring.taken(), INT64)]
 
 
-def _begin(desk: Desk) -> None:
+def _begin(desk: Desk, session: Session) -> None:
     if type(desk) is Desk:
-        desk.__dict__.update(free=now(), ready=0, call_id=0)
+        desk.__dict__.update(free=now(), ready=0, call_id=0, recorded=WeakSet())
         desk._interrupts.__dict__.update(call_id=0, begun=0, computed=0)
         desk.__class__ = RecordingDesk
         desk._interrupts.__class__ = RecordingInterrupts
+    desk.__dict__["recorded"].add(session)
 
 
-def _end(desk: Desk) -> None:
+def _end(desk: Desk, session: Session) -> None:
     if type(desk) is not Desk:
-        desk._interrupts.__class__ = Interrupts
-        desk.__class__ = Desk
+        recorded = desk.__dict__["recorded"]
+        recorded.discard(session)
+        if not recorded:
+            desk._interrupts.__class__ = Interrupts
+            desk.__class__ = Desk
 
 
 class RecordingInterrupts(Interrupts):
@@ -76,42 +79,45 @@ class RecordingInterrupts(Interrupts):
 class RecordingDesk(Desk):
     """Notes when each message of those clients came, was acted on and was answered."""
 
-    rings: dict[bytes, Ring]
+    recorded: WeakSet[Session]
     free: int
     ready: int
     call_id: int
     _interrupts: RecordingInterrupts
 
     def _serve_one(self, session: Session | None, frames: list[bytes], line: Any) -> None:
-        _begin_row(self)
-        received = now()
+        received = _begin_row(self)
         super()._serve_one(session, frames, line)
         _end_row(self, session, received)
 
-    def _send(self, session: Session | None, reply: Any, line: Any) -> None:
+    def _serve_short(self, session: Session, line: Any, nbytes: int) -> None:
+        received = _begin_row(self)
+        super()._serve_short(session, line, nbytes)
+        _end_row(self, session, received)
+
+    def _send(self, session: Session | None, reply: Any, line: Any) -> bool:
         self.ready, self.call_id = now(), reply.message.call_id
-        super()._send(session, reply, line)
+        return super()._send(session, reply, line)
 
     def _end(self, fd: int) -> None:
         _, session = self._tethers[fd]
         super()._end(fd)
         if session is not None:
-            self.rings.pop(session.client_id, None)
-        if not self.rings:
-            _end(self)
+            _end(self, session)
 
 
 # Not methods: the message that ends a recording changes the desk's class before its row would be made.
 
 
-def _begin_row(desk: RecordingDesk) -> None:
+def _begin_row(desk: RecordingDesk) -> int:
     noted = desk._interrupts
     desk.call_id = desk.ready = noted.call_id = noted.begun = noted.computed = 0
+    return now()
 
 
 def _end_row(desk: RecordingDesk, session: Session | None, received: int) -> None:
     sent, noted = now(), desk._interrupts
-    ring = desk.rings.get(session.client_id) if session is not None else None
+    ring = session.__dict__.get("ring") if session is not None else None
     call_id = desk.call_id or noted.call_id
     if ring is not None and call_id:  # a message without a number has no answer
         ring.add((call_id, desk.free, received, noted.begun, noted.computed, desk.ready or sent, sent))
