@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from gradwire.broker_link import BrokerLink, WorkerFacts
-from gradwire.lines import Line, Lines, fits, lanes_wanted
+from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
 from gradwire.plans import Plan, Seen, Short, add, next_number, short_of, signature_of
 from gradwire.site import Outcome, Site
 from gradwire_wire import errors, messages, sockets
@@ -81,16 +81,17 @@ class Connection:
     def _open(self, timeout_s: float) -> None:
         self._tether = connect_tether(self.facts.tether_path, timeout_s)
         try:
-            self.exchange, self._ours, lanes = self._shake_hands(timeout_s)
+            self.exchange, self._ours, welcome = self._shake_hands(timeout_s)
         except BaseException:
             self._tether.close()
             raise
-        lanes = lanes and lanes_wanted() and self.exchange.can_share
-        self._lines = Lines(self.facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes)
+        lanes = welcome.lanes and lanes_wanted() and self.exchange.can_share
+        pages = welcome.pages and pages_wanted()
+        self._lines = Lines(self.facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes, pages)
         self._tether_fd = self._tether.fileno()
         self._link.watch(self._tether_fd, self._on_tether)
 
-    def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger, bool]:
+    def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger, messages.Welcome]:
         ours = Ledger(self._memory.folder)
         hello = messages.Hello(messages.PROTOCOL, self.facts.token, self._client_id, self._pid)
         try:
@@ -115,7 +116,7 @@ class Connection:
             close_all(descriptors)
             raise ProtocolError(f"unexpected answer to Hello: {answer!r:.80}")
         exchange = Exchange(self._memory, self._tether, Ledger.received(descriptors), ours)
-        return exchange, ours, answer.lanes
+        return exchange, ours, answer
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -202,10 +203,10 @@ class Connection:
             raise
         except sockets.Unreachable:
             self.exchange.take_back_loans(loans)
-            line.close()
+            self._lines.drop(line)
             self._raise_unreachable()
         except BaseException:  # perhaps sent
-            line.close()
+            self._lines.drop(line)
             raise
         reply, frames = self._finish(line, call_id, start, timeout_s, plan)
         if type(reply) is Done:
@@ -213,7 +214,7 @@ class Connection:
         try:
             results = plan.take()
         except BaseException:
-            line.close()
+            self._lines.drop(line)
             self._give_back(reply.token)
             raise
         self._lines.check_in(line)
@@ -267,7 +268,7 @@ class Connection:
                 plan.note_done(done, self.exchange)
         except BaseException:
             self._give_back(done.token)
-            line.close()
+            self._lines.drop(line)
             raise
         self._lines.check_in(line)
         return Outcome(results, done.structure, done.token)
@@ -291,7 +292,7 @@ class Connection:
             self._abandon(line, call_id, seen, plan)
             raise
         except BaseException:
-            line.close()
+            self._lines.drop(line)
             raise
         self.calls += 1
         self.waited_s += time.perf_counter() - start
@@ -329,14 +330,14 @@ class Connection:
             raise
         except sockets.Unreachable:
             self.exchange.take_back(headers)
-            line.close()
+            self._lines.drop(line)
             self._raise_unreachable()
         except Exception:  # certainly not sent
             self.exchange.take_back(headers)
-            line.close()
+            self._lines.drop(line)
             raise
         except BaseException:  # perhaps sent, perhaps in part
-            line.close()
+            self._lines.drop(line)
             raise
 
     def tell(self, message: Any) -> None:
@@ -346,7 +347,7 @@ class Connection:
         try:
             line.send_nowait([frame])
         except (sockets.Unreachable, TooLong):
-            line.close()
+            self._lines.drop(line)
         else:
             self._lines.check_in(line)
 

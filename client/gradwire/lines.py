@@ -1,8 +1,9 @@
 """The pool of lines to one worker: each carries one call at a time, and a call takes the one used last.
 
-A line is a lane (`gradwire_wire.lane`) where the two processes share memory and the message fits a packet, and a
-ZeroMQ DEALER otherwise. ``GRADWIRE_LANE=zmq`` in the environment switches lanes off. One thread always meets the
-same warm line; n threads at once need n. Deques make it thread-safe.
+A line is a lane (`gradwire_wire.lane`, with a page where both sides can: `gradwire_wire.page`) where the two
+processes share memory and the message fits a packet, and a ZeroMQ DEALER otherwise. In the environment,
+``GRADWIRE_LANE=zmq`` switches lanes off, ``GRADWIRE_LANE=socket`` pages. One thread always meets the same warm line; n
+threads at once need n. Deques make it thread-safe.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ from typing import Any
 from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
+from gradwire_wire.page import ClientPage, can_page, page_lane_pair
+from gradwire_wire.segments import SharingUnavailableError
 from gradwire_wire.sockets import ClientKeys, Dealer, SocketError, Unreachable
 
-__all__ = ["Line", "Lines", "fits", "lanes_wanted"]
+__all__ = ["Line", "Lines", "fits", "lanes_wanted", "pages_wanted"]
 
 Line = Lane | Dealer
+_in_flight: set[Line] = set()
+"""Lines that carry a call of this process right now, to whatever worker."""
 
 
 def lanes_wanted() -> bool:
     """Whether this process uses lanes where it can."""
     return os.environ.get("GRADWIRE_LANE", "") != "zmq"
+
+
+def pages_wanted() -> bool:
+    """Whether its lanes have pages where they can."""
+    return os.environ.get("GRADWIRE_LANE", "") in ("", "page") and can_page()
 
 
 def fits(line: Line, nbytes: int) -> bool:
@@ -43,6 +53,7 @@ class Lines:
         exchange: Exchange,
         look_ms: int,
         lanes: bool,
+        pages: bool = False,
         keys: ClientKeys | None = None,
     ) -> None:
         self._keys = keys
@@ -52,7 +63,7 @@ class Lines:
             exchange,
             look_ms,
         )
-        self._has_lanes = lanes
+        self._has_lanes, self._has_pages = lanes, lanes and pages
         self._numbers = itertools.count(1)
         self._lanes: deque[Lane] = deque()
         self._dealers: deque[Dealer] = deque()
@@ -60,17 +71,27 @@ class Lines:
 
     def check_out(self, nbytes: int, frames: int) -> Line:
         """A line for a message of so many bytes and further frames. Nobody else has it until `check_in`."""
-        if self._has_lanes and nbytes <= MAX_PACKET and not frames:
-            try:
-                return self._lanes.pop()
-            except IndexError:
-                lane = self._open_lane()
-                if lane is not None:
-                    return lane
-        return self.check_out_dealer()
+        line = self._lane() if self._has_lanes and nbytes <= MAX_PACKET and not frames else None
+        if line is None:
+            return self.check_out_dealer()
+        _in_flight.add(line)
+        if type(line) is ClientPage:
+            line.is_alone = len(_in_flight) == 1
+        return line
+
+    def _lane(self) -> Line | None:
+        try:
+            return self._lanes.pop()
+        except IndexError:
+            return self._open_page_lane() or self._open_lane()
 
     def check_out_dealer(self) -> Dealer:
         """A line by ZeroMQ, which takes every message. MemoryExhaustedError where this process has no descriptor left."""
+        line = self._dealer()
+        _in_flight.add(line)
+        return line
+
+    def _dealer(self) -> Dealer:
         try:
             return self._dealers.pop()
         except IndexError:
@@ -82,6 +103,20 @@ class Lines:
                 f"this process cannot open a further line to its worker: {error}. Close files, call from fewer threads "
                 "at once, or raise the limit (ulimit -n)"
             ) from error
+
+    def _open_page_lane(self) -> Lane | None:
+        if not self._has_pages:
+            return None
+        try:
+            ours, theirs, page = page_lane_pair(self._look_ms)
+        except (OSError, MemoryExhaustedError, SharingUnavailableError):
+            return None
+        with theirs:
+            passed = self._exchange.pass_lane(theirs.fileno(), page.fd)
+        page.close()
+        if not passed:
+            ours.close()
+        return ours if passed else None
 
     def _open_lane(self) -> Lane | None:
         try:
@@ -96,13 +131,20 @@ class Lines:
 
     def check_in(self, line: Line) -> None:
         """The call is over and its reply was read."""
-        if type(line) is Lane:
-            self._lanes.append(line)
+        _in_flight.discard(line)
+        if isinstance(line, Dealer):
+            self._dealers.append(line)
         else:
-            self._dealers.append(line)  # type: ignore[arg-type]
+            self._lanes.append(line)
+
+    def drop(self, line: Line) -> None:
+        """The line is broken, or whatever comes on it is wanted no more."""
+        _in_flight.discard(line)
+        line.close()
 
     def set_aside(self, line: Line) -> None:
         """The call was abandoned: the line is good again once the late reply has been read."""
+        _in_flight.discard(line)
         self.aside.append(line)
 
     def collect(self, decline: Callable[[Line, list[bytes] | int], Any]) -> None:

@@ -204,7 +204,7 @@ class Exchange:
         self._announced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._passed: set[Holder] = set()  # lent by reference
         self._theirs: dict[int, ForeignSegment] = {}
-        self._lanes: list[int] | None = None
+        self._lanes: list[list[int]] | None = None
         self.copied_bytes = 0
         memory.join(self)
 
@@ -479,16 +479,16 @@ class Exchange:
         """The reason, as far as this process knows it."""
         return self._ours.why or "the other process has no other memory to share"
 
-    def pass_lane(self, descriptor: int) -> bool:
-        """Client: give the worker its end of a lane. False where that cannot be done at once."""
+    def pass_lane(self, *descriptors: int) -> bool:
+        """Client: give the worker its end of a lane, and the page if it has one. False where that cannot be done at once."""
         with self._memory.lock:
-            return self._tether is not None and self._tether.send_nowait(messages.NewLane(), [descriptor])
+            return self._tether is not None and self._tether.send_nowait(messages.NewLane(), descriptors)
 
     def expect_lanes(self) -> None:
         """Worker: the client may pass lanes from now on."""
         self._lanes = []
 
-    def take_lanes(self) -> list[int]:
+    def take_lanes(self) -> list[list[int]]:
         """Worker: the descriptors of lanes that have come since the last look; the caller owns them."""
         taken = self._lanes or []
         if taken:
@@ -512,8 +512,12 @@ class Exchange:
                     and message.number not in self._theirs
                 ):
                     self._theirs[message.number] = ForeignSegment(descriptors[0], message.nbytes)
-                elif type(message) is messages.NewLane and len(descriptors) == 1 and self._lanes is not None:
-                    self._lanes.append(descriptors[0])
+                elif (
+                    type(message) is messages.NewLane
+                    and len(descriptors) in (1, 2)
+                    and self._lanes is not None
+                ):
+                    self._lanes.append(descriptors)
                 else:
                     close_all(descriptors)
                     raise ProtocolError(f"unexpected on the tether: {message!r:.80}")
@@ -542,7 +546,8 @@ class Exchange:
         self._announced.clear()
         self._theirs.clear()
         self._passed.clear()
-        close_all(self.take_lanes())
+        for descriptors in self.take_lanes():
+            close_all(descriptors)
         for ledger in (self._marks, self._ours):  # whoever still knows this exchange holds no memory by it
             ledger.detach()
 

@@ -25,7 +25,7 @@ from typing import Any, Sequence
 
 from gradwire_wire.sockets import LONG, Again, Unreachable
 
-__all__ = ["MAX_PACKET", "Lane", "TooLong", "lane_pair", "received_lane"]
+__all__ = ["MAX_PACKET", "NOWAIT", "Lane", "TooLong", "lane_pair", "received_lane", "socket_of"]
 
 MAX_PACKET = 64 << 10
 """Bytes of a frame that may go by lane; a socket's buffer takes about 200 KiB."""
@@ -33,7 +33,7 @@ MAX_PACKET = 64 << 10
 
 # as plain numbers: the enumerations behind these names take 2 µs to combine
 _TOO_LONG = (errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM)
-_NOWAIT, _SEND = int(socket.MSG_DONTWAIT), int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+NOWAIT, _SEND = int(socket.MSG_DONTWAIT), int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 class TooLong(Exception):
@@ -91,21 +91,26 @@ class Lane:
     def receive_nowait(self) -> list[bytes] | int | None:
         """The next frame, or the length of a short one, or None. Unreachable once the peer is gone."""
         try:
-            return self._receive(_NOWAIT)
+            return self._receive(NOWAIT)
         except Again:
             return None
 
     def _receive(self, flags: int) -> list[bytes] | int:
         incoming = self.incoming
+        count = self._receive_into(incoming, flags)
+        return count if incoming[0] < LONG else [bytes(incoming[:count])]
+
+    def _receive_into(self, buffer: memoryview, flags: int) -> int:
+        """Bytes of the next packet."""
         try:
-            count = self._socket.recv_into(incoming, 0, flags)
+            count = self._socket.recv_into(buffer, 0, flags)
         except BlockingIOError:
             raise Again from None
         except OSError as error:
             raise Unreachable(str(error)) from error
         if not count or count > MAX_PACKET:
             raise Unreachable("the peer has gone" if not count else "the peer sent too long a packet")
-        return count if incoming[0] < LONG else [bytes(incoming[:count])]
+        return count
 
     def close(self) -> None:
         """Close this end; the peer sees end of file."""
@@ -120,6 +125,12 @@ def lane_pair(receive_timeout_ms: int) -> tuple[Lane, Any]:
 
 def received_lane(descriptor: int) -> Lane | None:
     """The worker's end (takes over the descriptor); None where it is no such socket."""
+    sock = socket_of(descriptor)
+    return None if sock is None else Lane(sock)
+
+
+def socket_of(descriptor: int) -> socket.socket | None:
+    """A received descriptor as a lane's socket (takes it over); None where it is none."""
     try:
         sock = socket.socket(fileno=descriptor)
     except OSError:
@@ -128,4 +139,4 @@ def received_lane(descriptor: int) -> Lane | None:
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
         sock.close()
         return None
-    return Lane(sock)
+    return sock

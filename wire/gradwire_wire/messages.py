@@ -181,12 +181,13 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Tether, worker's answer; carries the descriptor of the ledger the worker writes. ``lanes``: whether it takes any."""
+    """Tether, worker's answer; carries the descriptor of the ledger the worker writes. ``lanes``, ``pages``: whether it takes any."""
 
     protocol: int
     incarnation: bytes
     pid: int
     lanes: bool
+    pages: bool
 
 
 class Refused(NamedTuple):
@@ -204,7 +205,7 @@ class Segment(NamedTuple):
 
 
 class NewLane(NamedTuple):
-    """Tether, client only: one end of a pair of sockets for calls comes along."""
+    """Tether, client only: one end of a pair of sockets for calls comes along; and a page, if it has one."""
 
 
 class Collect(NamedTuple):
@@ -277,7 +278,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("kind", "target", "verb", "type_name", "message", "traceback"), _is(str)),
     **dict.fromkeys(("structure", "client_id", "incarnation"), _is(bytes)),
     **dict.fromkeys(("headers", "avals", "word"), _is(list)),
-    "lanes": _is(bool),
+    **dict.fromkeys(("lanes", "pages"), _is(bool)),
     "training": _optional(_is(bool)),
     "seed": _optional(_natural),
     "released": _naturals,

@@ -62,6 +62,7 @@ __all__ = [
     "Lease",
     "Ledger",
     "OwnSegment",
+    "SharedPage",
     "SharingUnavailableError",
     "holder_of",
     "read_memory",
@@ -269,6 +270,35 @@ class OwnSegment(_Descriptor):
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return the pages of an idle slot to the system (they read as zeros until taken again)."""
         _libc.fallocate(self.fd, FALLOC_KEEP_SIZE_PUNCH_HOLE, offset, nbytes)
+
+
+class SharedPage:
+    """Memory that both ends of a lane write (see page.py). ``memory``: all of it; it stays mapped while a view lives."""
+
+    def __init__(self, mapping: Any, nbytes: int) -> None:
+        exporter = _memory_type(nbytes).from_address(mapping.address)
+        exporter.segment = mapping
+        self.memory = memoryview(exporter).cast("B")
+
+    @classmethod
+    def of(cls, segment: OwnSegment) -> SharedPage:
+        """Of an own segment, which keeps its descriptor."""
+        return cls(segment._map, segment.nbytes)
+
+    @classmethod
+    def received(cls, fd: int, nbytes: int) -> SharedPage:
+        """Of a received descriptor (takes it over). ProtocolError where it is no such memory, MemoryExhaustedError."""
+        segment = ForeignSegment(fd, nbytes)  # which checks it
+        try:
+            mapping = _Mapping(segment.fd, nbytes, mmap.MAP_SHARED)
+        except OSError as error:
+            raise MemoryExhaustedError(
+                f"{nbytes} bytes of address space needed for a lane: {error}"
+            ) from error
+        finally:
+            segment.close()
+        _madvise(mapping.address, nbytes, MADV_POPULATE_WRITE)
+        return cls(mapping, nbytes)
 
 
 class ForeignSegment(_Descriptor):

@@ -48,6 +48,7 @@ from gradwire_wire.messages import (
     Trace,
     Welcome,
 )
+from gradwire_wire.page import WorkerPage, can_page, received_page_lane
 from gradwire_wire.segments import Ledger, read_memory
 from gradwire_wire.sockets import Addressee
 from gradwire_wire.structures import MAX_CACHED, fill_call, flatten, leaf_paths
@@ -71,6 +72,8 @@ BYTES = BY_NAME["uint8"]
 RESIDUAL_BYTES = 512 << 20
 SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
 MAX_DEALERS = 1024
+TURN_S = 500e-6
+IN_ROW = 3
 
 
 class Session:
@@ -124,6 +127,9 @@ class Desk:
         self.calls = 0
         self.far_endpoint = self._far.endpoint if self._far is not None else ""
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
+        self._awake: tuple[WorkerPage, Session] | None = None
+        self._latest: Any = None
+        self._in_row = 0
         self._interrupts = Interrupts()
         self.was_used = (
             False  # whether anyone has asked for a target, whose import may already compute something
@@ -146,7 +152,8 @@ class Desk:
         for waited in (self._router, self._listener.fileno(), control, *far):
             poller.register(waited, sockets.IN)
         while True:
-            ready = dict(poller.poll())
+            is_awake = self._awake is not None and self._serve_awake(*self._awake)
+            ready = dict(poller.poll(0 if is_awake else None))
             if control in ready and not on_control():
                 return
             if self._listener.fileno() in ready:
@@ -160,6 +167,31 @@ class Desk:
                     self._serve_router()
                 elif self._far is not None:
                     self._serve_far(self._far, waited)
+
+    def _serve_awake(self, lane: WorkerPage, session: Session) -> bool:
+        """Serve calls of one page as long as they come quickly. Whether more may come after a look at the poller.
+
+        So the others wait at most `TURN_S` and a call for their turn, and where they take turns nobody is awake.
+        """
+        until = time.perf_counter() + TURN_S
+        try:
+            while lane.is_next_here():
+                self._serve(session, lane.next(), lane)
+                if time.perf_counter() > until:
+                    return True
+        except sockets.Unreachable:
+            self._close_lane(lane.fileno())
+        self._awake = None
+        return False
+
+    def _note_turn(self, lane: Lane, session: Session) -> None:
+        """A page's call came by the poller: is it the only one that is used?"""
+        if lane is not self._latest:
+            self._latest, self._in_row = lane, 0
+            return
+        self._in_row += 1
+        if self._in_row >= IN_ROW and type(lane) is WorkerPage:
+            self._awake = (lane, session)
 
     # -- clients come and go ---------------------------------------------------------------------
 
@@ -194,7 +226,9 @@ class Desk:
             raise
         ours = Ledger(self._memory.folder)
         tether.send(
-            Welcome(messages.PROTOCOL, self._incarnation, os.getpid(), True), ours.descriptors, timeout_s=1.0
+            Welcome(messages.PROTOCOL, self._incarnation, os.getpid(), True, can_page()),
+            ours.descriptors,
+            timeout_s=1.0,
         )
         ours.close()
         session = Session(hello.client_id, tether, marks, Exchange(self._memory, tether, marks, ours))
@@ -221,14 +255,16 @@ class Desk:
         return Ledger.received(descriptors)
 
     def _take_lanes(self, session: Session) -> None:
-        for descriptor in session.exchange.take_lanes():
-            lane = received_lane(descriptor)
+        for descriptors in session.exchange.take_lanes():
+            lane = received_lane(*descriptors) if len(descriptors) == 1 else received_page_lane(*descriptors)
             if lane is not None:
                 self._lanes[lane.fileno()] = (lane, session)
                 self._poller.register(lane.fileno(), sockets.IN)
 
     def _close_lane(self, fd: int) -> None:
         lane, _ = self._lanes.pop(fd)
+        if self._awake is not None and self._awake[0] is lane:
+            self._awake = None
         self._poller.unregister(fd)
         lane.close()
 
@@ -297,6 +333,7 @@ class Desk:
             return
         if received is not None:
             self._serve(session, received, lane)
+            self._note_turn(lane, session)
 
     def _serve(self, session: Session | None, received: list[bytes] | int, line: Line) -> None:
         if type(received) is int and session is not None:
@@ -352,7 +389,7 @@ class Desk:
             frames = [messages.pack(reply.message), *reply.frames]
             if (
                 session is not None
-                and type(line) is Lane
+                and isinstance(line, Lane)
                 and (len(frames) > 1 or len(frames[0]) > MAX_PACKET)
             ):
                 frames = [_by_memory(session, reply.message.call_id, frames)]

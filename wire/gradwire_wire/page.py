@@ -1,0 +1,295 @@
+"""Pages: lanes whose short frames go through memory that both processes map; the socket is their bell.
+
+Theory of operation. A page is made by the client and passed with the lane's socket. Each half has one writer::
+
+    words      0  request    number << 24 | bytes     client writes
+               8  answer     number << 24 | bytes     worker writes       (bytes 0: the answer is in the socket)
+              16  awake      1: do not ring           worker writes, for itself
+              24  awake      1: do not ring           client writes, for itself
+    frames     client's, worker's                     each HALF bytes
+
+A sender writes the frame, then its word, and rings (a packet of one zero byte by the socket) unless the receiver is
+awake. A receiver that is awake looks at the word again and again; before it sleeps in a poll or receive, it is
+not awake any more and looks once more. All other frames, and the end of the peer, come by the socket as on any lane.
+
+Order of memory. This is for x86 alone, where loads are in order, stores are in order, and a store of eight
+aligned bytes is whole; CPython makes one of an item assignment to a memoryview of 'Q', and copies arrays by plain stores
+(glibc fences its non-temporal ones). So whoever sees the word sees the frame. The one thing that x86 reorders is a
+store and a later load of something else, and two of these meet here: ::
+
+    sender    word = n;    FENCE; if not awake: ring
+    receiver  awake = 0;   FENCE; if word is new: go on, else sleep
+
+Without fences both could load the old value, and the receiver would sleep with the frame before it. The fence is
+taking and releasing a lock of this end's own, which is an interlocked instruction in every CPython. And should a bell be lost all the
+same, a client that waits looks at the word and rings once more each time its receive times out: late, never lost.
+
+One call at a time: the client writes its half only when the last answer has come, the worker its own only
+when the next request has. Either end may be malicious or dying: what lies in the page can change while it is read, so
+heads and entries are copied and then checked, and tensors are copied out (see plans.py); a word that says more bytes than
+the half has is refused, and what is garbage in a half harms nobody but its reader. A process that dies
+between frame and word has said nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import threading
+import time
+from itertools import repeat
+from os import sched_yield
+from typing import Any, Sequence
+
+from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
+from gradwire_wire.lane import NOWAIT, Lane, socket_of
+from gradwire_wire.segments import OwnSegment, SharedPage
+from gradwire_wire.sockets import Again, Unreachable
+from gradwire_wire.spin import Spin
+
+__all__ = [
+    "HALF",
+    "PAGE_NBYTES",
+    "ClientPage",
+    "PageLane",
+    "WorkerPage",
+    "can_page",
+    "page_lane_pair",
+    "received_page_lane",
+]
+
+WORDS, HALF = 4096, 256 << 10
+PAGE_NBYTES = WORDS + 2 * HALF
+REQUEST, ANSWER, WORKER_AWAKE, CLIENT_AWAKE = 0, 8, 16, 24
+BELL = b"\0"
+COUNT_BITS = 24
+COUNT = (1 << COUNT_BITS) - 1
+ROUND = 200
+"""Looks (40 ns each) between two at which other threads of this process may run."""
+CLIENT_LOOKS, CLIENT_NEAR_S = 6000, 300e-6
+WORKER_LOOKS, WORKER_NEAR_S = 1500, 200e-6
+
+
+def can_page() -> bool:
+    """Whether this machine keeps the order of stores that pages need."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+class PageLane(Lane):
+    """One end of a lane with a page; `ClientPage` and `WorkerPage` are the two.
+
+    is_awake: whether the peer may find this end looking: then it must `leave_off` before it sleeps.
+    """
+
+    room, inlined = HALF, HALF
+    _out, _in, _mine, _theirs = REQUEST, ANSWER, CLIENT_AWAKE, WORKER_AWAKE
+
+    def __init__(
+        self, sock: socket.socket, page: SharedPage, spin: Spin, receive_timeout_ms: int = 0
+    ) -> None:
+        super().__init__(sock, receive_timeout_ms)
+        memory = page.memory
+        halves = memory[WORDS : WORDS + HALF], memory[WORDS + HALF :]
+        self._packet = self.incoming
+        self.outgoing, self.incoming = halves if self._out == REQUEST else halves[::-1]
+        self._words = memory[:WORDS].cast("Q")
+        self._seen = self._words[self._in]
+        self._number = 0
+        self._fence = threading.Lock()
+        self._spin, self._has_processors = spin, len(os.sched_getaffinity(0)) >= 2
+        self._sent_at = 0.0
+        self.is_awake = False
+
+    def _show(self, nbytes: int) -> None:
+        """Show the peer a frame of so many bytes."""
+        words = self._words
+        words[self._out] = self._number << COUNT_BITS | nbytes
+        with self._fence:
+            pass
+        if not words[self._theirs]:
+            self._ring()
+
+    def _ring(self) -> None:
+        try:
+            self._socket.send(BELL, NOWAIT)
+        except BlockingIOError:  # so much lies there that it is awake anyway
+            pass
+        except OSError as error:
+            raise Unreachable(str(error)) from error
+
+    def _look(self, looks: int) -> bool:
+        """Look for a new word so often; other threads of this process get their turns."""
+        words, place, seen = self._words, self._in, self._seen
+        if not self.is_awake:
+            words[self._mine] = 1
+            self.is_awake = True
+        for _ in range(looks // ROUND):
+            for _ in repeat(None, ROUND):
+                if words[place] != seen:
+                    self._spin.found()
+                    return True
+            sched_yield()
+        self._spin.missed()
+        return False
+
+    def leave_off(self) -> bool:
+        """From now on the peer rings. Whether a new word came before it knew that."""
+        if self.is_awake:
+            self._words[self._mine] = 0
+            self.is_awake = False
+            with self._fence:
+                pass
+        return self._words[self._in] != self._seen
+
+    def _take(self) -> tuple[int, int]:
+        """Number and bytes that the new word says; Unreachable where it says more than there can be."""
+        word = self._seen = self._words[self._in]
+        if word & COUNT > HALF:
+            raise Unreachable("the peer shows a frame longer than its half of the page")
+        return word >> COUNT_BITS, word & COUNT
+
+    def _packet_or_bell(self, flags: int) -> list[bytes] | None:
+        """The next frame by the socket; None for the bell. Again after the timeout, Unreachable once the peer is gone."""
+        count = self._receive_into(self._packet, flags)
+        return None if count == 1 and self._packet[0] == 0 else [bytes(self._packet[:count])]
+
+
+class ClientPage(PageLane):
+    """The client's end. ``is_alone``: whether no other call of this process is in flight: only then it looks."""
+
+    def __init__(self, sock: socket.socket, page: SharedPage, receive_timeout_ms: int) -> None:
+        super().__init__(sock, page, Spin(CLIENT_LOOKS, CLIENT_NEAR_S), receive_timeout_ms)
+        self._is_short = False
+        self.is_alone = True
+
+    def send_short_nowait(self, nbytes: int) -> None:
+        """Show the short call that lies in ``outgoing``. Unreachable where the worker is gone and was asleep."""
+        self._is_short = True
+        self._number += 1
+        self._seen = self._words[ANSWER]
+        self._show(nbytes)
+
+    def send_nowait(self, frames: Sequence[bytes]) -> None:
+        """Send a message by the socket. See `Lane.send_nowait`."""
+        self._is_short = False
+        super().send_nowait(frames)
+
+    def receive(self) -> list[bytes] | int:
+        """See `Lane.receive`."""
+        if self._is_short:
+            looks = self._spin.looks() if self.is_alone and self._has_processors else 0
+            if (looks and self._look(looks)) or self.leave_off():
+                return self._answer()
+        return self._sleep()
+
+    def _sleep(self) -> list[bytes] | int:
+        start = time.perf_counter()
+        while True:
+            try:
+                received = self._packet_or_bell(0)
+            except Again:
+                if not self._is_short or self._words[ANSWER] == self._seen:
+                    self._ring_again()
+                    raise
+                received = None
+            self._spin.slept(time.perf_counter() - start)
+            if received is not None:
+                return received
+            if self._is_short and self._words[ANSWER] != self._seen:
+                return self._answer()
+
+    def _ring_again(self) -> None:
+        """The rescue: should the worker sleep over a call, for whatever reason, it is woken late, but woken."""
+        if self._is_short and not self._words[WORKER_AWAKE]:
+            self._ring()
+
+    def _answer(self) -> list[bytes] | int:
+        self._is_short = False
+        number, nbytes = self._take()
+        if number != self._number:
+            raise Unreachable("the worker's page answers another call")
+        return nbytes or self._sleep()  # nothing here: it is in the socket
+
+    def receive_nowait(self) -> list[bytes] | int | None:
+        """See `Lane.receive_nowait`."""
+        try:
+            while True:
+                received = self._packet_or_bell(NOWAIT)
+                if received is not None:
+                    return received
+        except Again:
+            pass
+        if not self._is_short or self._words[ANSWER] == self._seen:
+            return None
+        self._is_short = False
+        number, nbytes = self._take()
+        if number != self._number:
+            raise Unreachable("the worker's page answers another call")
+        return nbytes or None
+
+
+class WorkerPage(PageLane):
+    """The worker's end: in a poller with others. It looks for the next call between two polls, if that is worth it."""
+
+    _out, _in, _mine, _theirs = ANSWER, REQUEST, WORKER_AWAKE, CLIENT_AWAKE
+
+    def __init__(self, sock: socket.socket, page: SharedPage) -> None:
+        super().__init__(sock, page, Spin(WORKER_LOOKS, WORKER_NEAR_S))
+
+    def send_short_nowait(self, nbytes: int) -> None:
+        """Show the short answer that lies in ``outgoing``. Unreachable where the client is gone and was asleep."""
+        self._show(nbytes)
+        self._sent_at = time.perf_counter()
+
+    def send_nowait(self, frames: Sequence[bytes]) -> None:
+        """Send an answer by the socket, and say so to a client that looks at the page. See `Lane.send_nowait`."""
+        self._words[ANSWER] = self._number << COUNT_BITS
+        super().send_nowait(frames)
+        self._sent_at = time.perf_counter()
+
+    def is_next_here(self) -> bool:
+        """Look for the next call for a while, if it may come soon; then leave off."""
+        looks = self._spin.looks() if self._has_processors else 0
+        return (looks > 0 and self._look(looks)) or self.leave_off()
+
+    def next(self) -> int:
+        """The length of the short call that was seen."""
+        self._number, nbytes = self._take()
+        return nbytes
+
+    def receive_nowait(self) -> list[bytes] | int | None:
+        """See `Lane.receive_nowait`: what the poller has seen, a message or the bell."""
+        if not self.is_awake:
+            self._spin.slept(time.perf_counter() - self._sent_at)
+        try:
+            received = self._packet_or_bell(NOWAIT)
+        except Again:
+            received = None
+        if received is not None:
+            return received
+        return self.next() if self._words[REQUEST] != self._seen else None
+
+
+def page_lane_pair(receive_timeout_ms: int) -> tuple[ClientPage, Any, OwnSegment]:
+    """A client's end; and what is to be passed on and then closed: the other socket, and the page.
+
+    OSError, MemoryExhaustedError or SharingUnavailableError where these cannot be had.
+    """
+    segment = OwnSegment(0, PAGE_NBYTES)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return ClientPage(ours, SharedPage.of(segment), receive_timeout_ms), theirs, segment
+
+
+def received_page_lane(sock: int, page: int) -> WorkerPage | None:
+    """The worker's end (takes over both descriptors); None where these are no lane and page."""
+    found = socket_of(sock)
+    try:
+        shared = SharedPage.received(page, PAGE_NBYTES)
+    except (ProtocolError, MemoryExhaustedError):
+        shared = None
+    if found is None or shared is None:
+        if found is not None:
+            found.close()
+        return None
+    return WorkerPage(found, shared)
