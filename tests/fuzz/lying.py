@@ -109,7 +109,7 @@ class Liar(threading.Thread):
         received = tether.receive(2)
         assert received is not None
         _, descriptors = received
-        welcome = messages.pack(messages.Welcome(messages.PROTOCOL, b"i" * 16, os.getpid(), True))
+        welcome = messages.pack(messages.Welcome(messages.PROTOCOL, b"i" * 16, os.getpid(), True, True))
         if self.chance.random() < 0.1:  # not even a greeting
             odd = odd_descriptors(self.chance, self.chance.randrange(3))
             self._say_raw(tether, mutated(self.chance, welcome), odd)

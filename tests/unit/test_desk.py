@@ -254,7 +254,7 @@ def test_R57_a_stranger_without_a_greeting_is_refused(folder: Path, client: Clie
 
 
 @pytest.mark.parametrize(
-    "message", [Done(1, b"", [], 0, 0), Welcome(1, b"", 1, True), Segment(1, 1), messages.Collect()]
+    "message", [Done(1, b"", [], 0, 0), Welcome(1, b"", 1, True, True), Segment(1, 1), messages.Collect()]
 )
 def test_R57_what_a_worker_is_not_told(message: Any, client: Client) -> None:
     answer, _ = client.ask(message)
@@ -544,7 +544,7 @@ def test_the_tether_of_one_client_is_not_anothers(folder: Path, client: Client) 
 def test_a_tether_that_says_nonsense_ends_its_session_alone(folder: Path, client: Client) -> None:
     other = Client(folder)
     assert isinstance(other.tether, Tether)
-    other.tether.send(Welcome(1, b"", 1, True))
+    other.tether.send(Welcome(1, b"", 1, True, True))
     with pytest.raises(TetherClosedError):
         other.tether.receive(5)
     other.close()

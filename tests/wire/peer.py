@@ -31,7 +31,7 @@ def greet(tether: Tether, memory: Memory) -> Exchange:
     hello, descriptors = tether.receive(30) or (None, [])
     assert type(hello) is Hello
     ours = Ledger()
-    tether.send(Welcome(1, bytes(16), os.getpid(), False), ours.descriptors)
+    tether.send(Welcome(1, bytes(16), os.getpid(), False, False), ours.descriptors)
     ours.close()
     return Exchange(memory, tether, Ledger.received(descriptors), ours)
 

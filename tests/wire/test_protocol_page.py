@@ -20,6 +20,7 @@ from gradwire_wire import (
     headers,
     lane,
     messages,
+    page,
     plans,
     structures,
     tether,
@@ -193,6 +194,20 @@ def test_short_frames() -> None:
     assert f"The head has {plans.HEAD} bytes" in PAGE and plans.CALL.size <= plans.HEAD
     assert f"{plans.ENTRY.size} bytes for the entry" in PAGE
     assert f"multiple\nof {plans.ALIGNMENT}" in PAGE and f"at most {plans.MAX_AXES} dimensions" in PAGE
+
+
+def test_the_page() -> None:
+    places = {name: int(at) for name, at, _ in rows(PAGE, "page")}
+    assert places == {
+        "request": page.REQUEST * 8,
+        "answer": page.ANSWER * 8,
+        "worker awake": page.WORKER_AWAKE * 8,
+        "client awake": page.CLIENT_AWAKE * 8,
+        "call": page.WORDS,
+        "reply": page.WORDS + page.HALF,
+    }
+    assert f"of {page.PAGE_NBYTES} bytes, made" in PAGE and f"up to {page.HALF}." in PAGE
+    assert 1 << page.COUNT_BITS == 2**24 and page.BELL == b"\0"
 
 
 def test_flags() -> None:

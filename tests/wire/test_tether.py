@@ -41,7 +41,7 @@ def raw() -> Iterator[tuple[socket.socket, Tether]]:
 def test_packets_keep_their_borders_and_order(ends: tuple[Tether, Tether]) -> None:
     said = [
         Hello(1, b"token", bytes(16), 5),
-        Welcome(1, bytes(16), 6, False),
+        Welcome(1, bytes(16), 6, False, False),
         Refused("ProtocolError", "why"),
         messages.Collect(),
     ]

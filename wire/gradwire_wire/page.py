@@ -94,7 +94,7 @@ class PageLane(Lane):
         self._packet = self.incoming
         self.outgoing, self.incoming = halves if self._out == REQUEST else halves[::-1]
         self._words = memory[:WORDS].cast("Q")
-        self._seen = self._words[self._in]
+        self._seen = 0  # (not what is there: the client may have called before this end was made)
         self._number = 0
         self._fence = threading.Lock()
         self._spin, self._has_processors = spin, len(os.sched_getaffinity(0)) >= 2

@@ -1,0 +1,432 @@
+"""Pages: what is shown is seen, whoever sleeps is woken, and a peer that lies or dies does no more harm than by socket."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gradwire_wire import page
+from gradwire_wire.page import (
+    COUNT_BITS,
+    HALF,
+    PAGE_NBYTES,
+    ClientPage,
+    WorkerPage,
+    page_lane_pair,
+    received_page_lane,
+)
+from gradwire_wire.segments import OwnSegment
+from gradwire_wire.sockets import Again, Unreachable
+from gradwire_wire.spin import MAX_PAUSE, Spin
+
+pytestmark = pytest.mark.skipif(not page.can_page(), reason="pages are for x86")
+
+
+def make_ends(timeout_ms: int = 50) -> tuple[ClientPage, WorkerPage]:
+    client, theirs, segment = page_lane_pair(timeout_ms)
+    worker = received_page_lane(theirs.detach(), os.dup(segment.fd))
+    segment.close()
+    assert worker is not None
+    return client, worker
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[ClientPage, WorkerPage]]:
+    client, worker = make_ends()
+    yield client, worker
+    client.close()
+    worker.close()
+
+
+def too_short() -> int:
+    segment = OwnSegment(0, PAGE_NBYTES - 4096)
+    return os.dup(segment.fd)
+
+
+def show(end: ClientPage | WorkerPage, text: bytes) -> None:
+    end.outgoing[: len(text)] = text
+    end.send_short_nowait(len(text))
+
+
+def look(end: ClientPage | WorkerPage, received: object) -> bytes:
+    assert type(received) is int, received
+    return bytes(end.incoming[:received])
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 5000, HALF])
+def test_there_and_back(nbytes: int, ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    for _ in range(3):
+        frame = os.urandom(nbytes)
+        show(client, frame)
+        assert look(worker, worker.receive_nowait()) == frame and worker.receive_nowait() is None
+        show(worker, frame[::-1])
+        assert look(client, client.receive()) == frame[::-1]
+
+
+def test_messages_go_by_the_socket_between_short_frames(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    for _ in range(3):
+        client.send_nowait([b"\x91long"])
+        assert worker.receive_nowait() == [b"\x91long"]
+        worker.send_nowait([b"\x92answer"])
+        assert client.receive() == [b"\x92answer"]
+        show(client, b"\1short")
+        assert look(worker, worker.receive_nowait()) == b"\1short"
+        worker.send_nowait([b"\x92long answer"])
+        assert client.receive() == [b"\x92long answer"]
+
+
+def test_who_is_awake_is_not_rung(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    worker._look(page.ROUND)
+    show(client, b"\1one")
+    with pytest.raises(BlockingIOError):
+        worker._socket.recv(10, socket.MSG_DONTWAIT)
+    assert worker._look(page.ROUND) and look(worker, worker.next()) == b"\1one"
+    show(worker, b"\2two")
+    assert look(client, client.receive()) == b"\2two"
+    assert not worker.leave_off()
+    show(client, b"\1three")
+    assert worker._socket.recv(10, socket.MSG_DONTWAIT) == page.BELL
+    assert look(worker, worker.next()) == b"\1three"
+
+
+def test_leaving_off_sees_what_came_meanwhile(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    worker._look(page.ROUND)
+    show(client, b"\1one")
+    assert worker.leave_off() and look(worker, worker.next()) == b"\1one"
+
+
+def test_a_lost_bell_is_rung_again(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    show(client, b"\1one")
+    assert worker._socket.recv(10) == page.BELL  # lost
+    with pytest.raises(Again):
+        client.receive()
+    assert look(worker, worker.receive_nowait()) == b"\1one"
+
+
+def test_a_bell_without_a_frame_is_nothing(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    client._ring()
+    assert worker.receive_nowait() is None
+    worker._ring()
+    show(client, b"\1one")
+    worker.receive_nowait()
+    late = threading.Timer(0.02, show, [worker, b"\2two"])
+    late.start()
+    assert look(client, client.receive()) == b"\2two"
+    late.join()
+
+
+def test_a_late_answer_is_found_without_waiting(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    show(client, b"\1one")
+    with pytest.raises(Again):
+        client.receive()
+    assert client.receive_nowait() is None
+    worker.receive_nowait()
+    show(worker, b"\2late")
+    assert look(client, client.receive_nowait()) == b"\2late"
+    show(client, b"\1two")
+    worker.receive_nowait()
+    worker.send_nowait([b"\x90late"])
+    assert client.receive_nowait() == [b"\x90late"]
+    show(client, b"\1three")
+    assert look(worker, worker.receive_nowait()) == b"\1three"
+    show(worker, b"\2three")
+    assert look(client, client.receive()) == b"\2three"
+
+
+def test_the_end_is_news(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    show(client, b"\1one")
+    worker.receive_nowait()
+    show(worker, b"\2last words")
+    worker.close()
+    assert look(client, client.receive()) == b"\2last words"
+    with pytest.raises(Unreachable):
+        show(client, b"\1two")
+    with pytest.raises(Unreachable):
+        client.receive()
+    with pytest.raises(Unreachable):
+        client.receive_nowait()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        (1 << COUNT_BITS) | (HALF + 1),
+        (1 << COUNT_BITS) | 0xFFFFFF,
+        (2 << COUNT_BITS) | 5,
+        5,
+        (1 << 64) - 1,
+    ],
+)
+def test_R57_a_word_that_lies(word: int, ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    show(client, b"\1one")
+    worker._words[page.ANSWER] = word
+    worker._ring()
+    with pytest.raises(Unreachable):
+        client.receive()
+    if word & 0xFFFFFF > HALF:
+        client._words[page.REQUEST] = word
+        with pytest.raises(Unreachable):
+            worker.next()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: os.open("/dev/null", os.O_RDONLY),
+        lambda: os.memfd_create("gradwire-test"),
+        lambda: too_short(),
+        lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).detach(),
+    ],
+)
+def test_R57_what_is_no_page_is_closed(
+    make: Callable[[], int], footprint: Callable[[], tuple[int, int]]
+) -> None:
+    before = footprint()
+    assert received_page_lane(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).detach(), make()) is None
+    assert received_page_lane(make(), os.open("/dev/null", os.O_RDONLY)) is None
+    assert footprint() == before
+
+
+def test_both_ends_gone_nothing_is_left(footprint: Callable[[], tuple[int, int]]) -> None:
+    for end in make_ends():
+        end.close()
+    del end
+    before = footprint()
+    for _ in range(10):
+        client, worker = make_ends()
+        show(client, b"\1")
+        client.close()
+        worker.close()
+        del client, worker
+    assert footprint() == before
+
+
+# ---- The model: any interleaving of what two ends do, one step at a time --------------------------------------------------
+
+
+class Model(RuleBasedStateMachine):
+    """A client that calls and a worker that serves; each step of either may come before or after the other's.
+
+    What must hold: whoever sleeps with something to do has a bell in its socket.
+    """
+
+    @initialize()
+    def start(self) -> None:
+        self.client, self.worker = make_ends(1)
+        self.number = 0
+        self.is_called = self.is_taken = self.is_answered = False
+        self.worker_sleeps = True
+
+    def teardown(self) -> None:
+        if hasattr(self, "client"):
+            self.client.close()
+            self.worker.close()
+
+    def rung(self, end: ClientPage | WorkerPage) -> bool:
+        try:
+            return bool(end._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return False
+
+    @rule()
+    @precondition(lambda self: not self.is_called)
+    def call(self) -> None:
+        self.number += 1
+        self.is_called = True
+        show(self.client, b"\1%d" % self.number)
+
+    @rule()
+    @precondition(lambda self: self.worker_sleeps)
+    def worker_wakes_by_the_poller(self) -> None:
+        if self.rung(self.worker):
+            self.serve(self.worker.receive_nowait())
+
+    @rule()
+    def worker_stays_awake(self) -> None:
+        self.worker_sleeps = False
+        if self.worker._look(page.ROUND):
+            self.serve(self.worker.next())
+
+    @rule()
+    @precondition(lambda self: not self.worker_sleeps)
+    def worker_leaves_off(self) -> None:
+        if self.worker.leave_off():
+            self.serve(self.worker.next())
+        else:
+            self.worker_sleeps = True
+
+    def serve(self, received: object) -> None:
+        if received is not None:
+            assert self.is_called and not self.is_taken, "served what nobody asked for"
+            assert look(self.worker, received) == b"\1%d" % self.number
+            self.is_taken = True
+
+    @rule(by_socket=st.booleans())
+    @precondition(lambda self: self.is_taken and not self.is_answered)
+    def answer(self, by_socket: bool) -> None:
+        if by_socket:
+            self.worker.send_nowait([b"\x90%d" % self.number])
+        else:
+            show(self.worker, b"\2%d" % self.number)
+        self.is_answered = True
+
+    @rule(looks=st.sampled_from([0, page.ROUND]), waits=st.booleans())
+    @precondition(lambda self: self.is_called)
+    def client_looks(self, looks: int, waits: bool) -> None:
+        self.client._spin = Spin(looks, 1.0)
+        self.client._spin.slept(0.0)
+        try:
+            received = self.client.receive() if waits else self.client.receive_nowait()
+        except Again:
+            received = None
+        if received is None:
+            assert not self.is_answered, "an answer was overlooked"
+            return
+        assert self.is_answered
+        text = received[0] if isinstance(received, list) else look(self.client, received)
+        assert text[1:] == b"%d" % self.number
+        self.is_called = self.is_taken = self.is_answered = False
+
+    @invariant()
+    def nobody_sleeps_over_it(self) -> None:
+        if hasattr(self, "client") and self.is_called and not self.is_taken and self.worker_sleeps:
+            assert self.rung(self.worker)
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---- Two processes ---------------------------------------------------------------------------------------------------------
+
+ECHO = """
+import sys
+from gradwire_wire import page, sockets
+lane = page.received_page_lane(int(sys.argv[1]), int(sys.argv[2]))
+poller = sockets.Poller()
+poller.register(lane.fileno(), sockets.IN)
+try:
+    while True:
+        poller.poll()
+        received = lane.receive_nowait()
+        while received is not None:
+            lane.outgoing[:received] = lane.incoming[:received]
+            lane.send_short_nowait(received)
+            received = lane.next() if lane.is_next_here() else None
+except sockets.Unreachable:
+    pass
+"""
+
+
+def test_many_calls_between_two_processes() -> None:
+    """No frame is lost, torn or late, with pauses that make either side sleep now and then. (make soak-page: 10 million)"""
+    calls = int(os.environ.get("GRADWIRE_PAGE_CALLS", "4000"))
+    client, theirs, segment = page_lane_pair(100)
+    fds = [theirs.fileno(), segment.fd]
+    echo = subprocess.Popen([sys.executable, "-c", ECHO, *map(str, fds)], pass_fds=fds)
+    theirs.close()
+    segment.close()
+    late, slowest = 0, 0.0
+    for i in range(calls):
+        frame = i.to_bytes(8, "little") * (1 + i % 40)
+        start = time.perf_counter()
+        show(client, frame)
+        while True:
+            try:
+                received = client.receive()
+                break
+            except Again:
+                late += 1
+                assert late < 100 + calls // 1000 and echo.poll() is None
+        assert look(client, received) == frame
+        slowest = max(slowest, time.perf_counter() - start)
+        if i % 97 == 0:
+            time.sleep(0.0003)
+    client.close()
+    assert echo.wait(10) == 0
+
+
+def test_a_worker_that_is_killed_is_noticed() -> None:
+    client, theirs, segment = page_lane_pair(100)
+    fds = [theirs.fileno(), segment.fd]
+    echo = subprocess.Popen([sys.executable, "-c", ECHO, *map(str, fds)], pass_fds=fds)
+    theirs.close()
+    segment.close()
+    for i in range(50):
+        show(client, b"\1%d" % i)
+        while True:
+            try:
+                assert look(client, client.receive()) == b"\1%d" % i
+                break
+            except Again:
+                assert echo.poll() is None
+    echo.kill()
+    echo.wait()
+    with pytest.raises(Unreachable):
+        show(client, b"\1")
+        client.receive()
+    client.close()
+
+
+# ---- When to look ----------------------------------------------------------------------------------------------------------
+
+
+def test_looking_begins_after_a_short_wait_only() -> None:
+    spin = Spin(100, 1e-4)
+    assert spin.looks() == 0
+    spin.slept(1e-3)
+    assert spin.looks() == 0
+    spin.slept(1e-5)
+    assert spin.looks() == 100
+    spin.found()
+    assert spin.looks() == 100
+
+
+def test_looking_in_vain_is_paid_for_ever_more_rarely() -> None:
+    spin, looked = Spin(100, 1e-4), []
+    spin.slept(1e-5)
+    for i in range(5000):
+        if spin.looks():
+            looked.append(i)
+            spin.missed()
+        spin.slept(1e-5)
+    gaps = [b - a for a, b in itertools.pairwise(looked)]
+    assert gaps[:5] == [2, 4, 8, 16, 32] and gaps[-1] == MAX_PAUSE + 1 and len(looked) < 16
+
+
+def test_it_recovers_once_looking_pays_again() -> None:
+    spin = Spin(100, 1e-4)
+    spin.slept(1e-5)
+    for _ in range(20):
+        if spin.looks():
+            spin.missed()
+    while not spin.looks():
+        spin.slept(1e-5)
+    for _ in range(12):
+        spin.found()
+        assert spin.looks()
+    spin.missed()
+    waits = 0
+    while not spin.looks():
+        waits += 1
+    assert waits == 1
