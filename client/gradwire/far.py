@@ -25,7 +25,7 @@ class FarConnection(Connection):
         self._ours = Ledger.received([])  # shared with nobody
         self.exchange = Exchange(self._memory, None, Ledger.received([]), self._ours)
         self._lines = Lines(
-            self.facts.endpoint, self._client_id, self.exchange, LOOK_MS, False, self._link.keys
+            self.facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes=False, keys=self._link.keys
         )
         hello = messages.Hello(messages.PROTOCOL, self.facts.token, self._client_id, self._pid)
         line = self._lines.check_out_dealer()

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.lines import lanes_wanted
+from gradwire.lines import lanes_wanted, pages_wanted
 from gradwire_wire.lane import MAX_PACKET
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 
 
-@pytest.fixture(scope="module", params=["lane", "zmq"])
+@pytest.fixture(scope="module", params=["page", "socket", "zmq"])
 def worker(request: pytest.FixtureRequest) -> Iterator[gw.Worker]:
     with pytest.MonkeyPatch.context() as patch, gw.connect() as bridge:
-        patch.setenv("GRADWIRE_LANE", "zmq" if request.param == "zmq" else "")
-        assert lanes_wanted() is (request.param == "lane")
+        patch.setenv("GRADWIRE_LANE", request.param)
+        assert lanes_wanted() is (request.param != "zmq") and pages_wanted() <= (request.param == "page")
         yield bridge.worker("numpy", path=[TARGETS])
 
 

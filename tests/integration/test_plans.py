@@ -16,10 +16,10 @@ from gradwire_wire.plans import MAX_PLANS
 TARGETS = pathlib.Path(__file__).parent / "targets"
 
 
-@pytest.fixture(scope="module", params=["lane", "zmq"])
+@pytest.fixture(scope="module", params=["page", "socket", "zmq"])
 def worker(request: pytest.FixtureRequest) -> Iterator[gw.Worker]:
     with pytest.MonkeyPatch.context() as patch, gw.connect() as bridge:
-        patch.setenv("GRADWIRE_LANE", "zmq" if request.param == "zmq" else "")
+        patch.setenv("GRADWIRE_LANE", request.param)
         yield bridge.worker("numpy", path=[TARGETS])
 
 

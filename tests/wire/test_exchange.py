@@ -535,7 +535,12 @@ def test_frames_that_do_not_fit(frames: list[bytes], pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Segment(1, 2), Hello(1, b"", bytes(16), 1), Welcome(1, bytes(16), 1, False, False), messages.Release([1])],
+    [
+        Segment(1, 2),
+        Hello(1, b"", bytes(16), 1),
+        Welcome(1, bytes(16), 1, False, False),
+        messages.Release([1]),
+    ],
 )
 def test_R57_what_does_not_belong_on_the_tether(message: Any, pair: Pair) -> None:
     one, other = pair

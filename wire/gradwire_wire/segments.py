@@ -289,6 +289,9 @@ class SharedPage:
     def received(cls, fd: int, nbytes: int) -> SharedPage:
         """Of a received descriptor (takes it over). ProtocolError where it is no such memory, MemoryExhaustedError."""
         segment = ForeignSegment(fd, nbytes)  # which checks it
+        if not segment.is_sealed:
+            segment.close()
+            raise ProtocolError("a lane's page must be a sealed memory file")
         try:
             mapping = _Mapping(segment.fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:

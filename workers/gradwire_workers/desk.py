@@ -322,7 +322,7 @@ class Desk:
         for left in far.admit(session):
             self._residuals.end(left.client_id)
             left.exchange.end()
-        far.answer(line, Welcome(messages.PROTOCOL, self._incarnation, os.getpid(), False))
+        far.answer(line, Welcome(messages.PROTOCOL, self._incarnation, os.getpid(), False, False))
 
     def _serve_lane(self, fd: int) -> None:
         lane, session = self._lanes[fd]
