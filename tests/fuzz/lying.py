@@ -18,6 +18,7 @@ from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.lane import received_lane
+from gradwire_wire.page import received_page_lane
 from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import flatten
 from gradwire_wire.tether import TetherClosedError, accept_tether, listen_tether
@@ -144,8 +145,8 @@ class Liar(threading.Thread):
             tether.close()
             exchange.end()
             return
-        for descriptor in exchange.take_lanes():
-            lane = received_lane(descriptor)
+        for descriptors in exchange.take_lanes():
+            lane = received_lane(*descriptors) if len(descriptors) == 1 else received_page_lane(*descriptors)
             if lane is not None:
                 self._lanes[lane.fileno()] = lane
                 self._poller.register(lane.fileno(), sockets.IN)
@@ -154,7 +155,9 @@ class Liar(threading.Thread):
         lane = self._lanes[fd]
         try:
             frames = lane.receive_nowait()
-            if frames is not None:
+            if type(frames) is int:
+                self._answer_short(lane, frames)
+            elif frames is not None:
                 answer = self._answer(frames[0], self._exchange())
                 if len(answer[0]) < 60_000:
                     lane.send_nowait(answer[:1])
@@ -162,6 +165,20 @@ class Liar(threading.Thread):
             self._poller.unregister(fd)
             del self._lanes[fd]
             lane.close()
+
+    def _answer_short(self, lane: Any, nbytes: int) -> None:
+        """A short answer of the right call, and then anything may be wrong about it."""
+        chance = self.chance
+        self.said += 1
+        head = bytearray(bytes(lane.incoming[:24]))
+        head[0:2] = b"\2\0"
+        length = chance.choice([64, 68, 88, nbytes, 64 + 8 * 3, 64 + 8 * 2000, 1])
+        answer = bytearray(head + chance.randbytes(length))[:length]
+        if chance.random() < 0.6:
+            for _ in range(chance.randrange(3)):
+                answer[chance.randrange(len(answer))] = chance.randrange(256)
+        lane.outgoing[:length] = answer
+        lane.send_short_nowait(length)
 
     def _answer(self, frame: bytes, exchange: Any) -> list[bytes]:
         message = messages.unpack(frame)

@@ -120,5 +120,16 @@ def _end_row(desk: RecordingDesk, session: Session | None, received: int) -> Non
     ring = session.__dict__.get("ring") if session is not None else None
     call_id = desk.call_id or noted.call_id
     if ring is not None and call_id:  # a message without a number has no answer
-        ring.add((call_id, desk.free, received, noted.begun, noted.computed, desk.ready or sent, sent))
+        # (a column holds 63 bits; no honest client has counted so far)
+        ring.add(
+            (
+                call_id & (1 << 63) - 1,
+                desk.free,
+                received,
+                noted.begun,
+                noted.computed,
+                desk.ready or sent,
+                sent,
+            )
+        )
     desk.free = sent
