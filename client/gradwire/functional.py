@@ -56,6 +56,14 @@ class FunctionalHandle(Handle):
     def is_module(self, value: bool) -> None: ...
 
     @property
+    def moves(self) -> int:
+        """The module's: its buffers are part of what a forward gives."""
+        return self._module.moves
+
+    @moves.setter
+    def moves(self, value: int) -> None: ...
+
+    @property
     def training(self) -> bool | None:
         """The mode of its calls; None where the module has no modes."""
         own = self._module.training

@@ -146,3 +146,19 @@ def test_changing_the_mode_under_a_compiled_program_is_an_error(net: gw.Remote) 
 def test_a_function_has_no_parameters(worker_of: Workers) -> None:
     with pytest.raises(gw.UsageError, match=r"is a function.*worker\.module"):
         gw.jax.functional(worker_of("torch").function("in_torch:cube"))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_forward_of_before_a_change_is_not_computed_again_after_it(net: gw.Remote, nested: bool) -> None:
+    """What keeps nothing in the worker, by wish or under nested vmap, has the gradient of its own forward, or an error."""
+    net = net.eval()
+    f = jax.vmap(jax.vmap(net)) if nested else net.options(residuals="recompute")
+    x = X[None, :, None] if nested else X
+    y, pullback = jax.vjp(f, x)
+    (before,) = pullback(jnp.ones_like(y))
+    expected = jax.grad(lambda x: net(x).sum())(X)
+    np.testing.assert_allclose(before.reshape(X.shape), expected, rtol=1e-5, atol=1e-6)
+    net.load_state_dict({"0.weight": 2 * net.parameters()["0.weight"]}, strict=False)
+    with pytest.raises(gw.ResidualLostError, match="changed"):
+        pullback(jnp.ones_like(y))
+    jax.block_until_ready(jax.jit(jax.grad(lambda x: f(x).sum()))(x))  # and from then on all is as before

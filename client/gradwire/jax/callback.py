@@ -29,19 +29,22 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
+from gradwire.derived import moved
 from gradwire.jax import express
-from gradwire.jax.derived import Derived, describe, has_empty_batch, parities
+from gradwire.jax.derived import KEEP_STAMP, STAMPED, Derived, describe, has_empty_batch, parities
 from gradwire.jax.failures import recall, remember
 from gradwire.jax.primitive import ordered_effect, primitive, results_of
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL
 from gradwire_wire.errors import ProtocolError, UsageError
-from gradwire_wire.messages import KEEP_ROWS
+from gradwire_wire.messages import KEEP_NOTHING, KEEP_ROWS
 from gradwire_wire.tensors import jax as tensors
 
 __all__ = ["Crossing", "barrier"]
 
 TOKENS = 1 << 32
+STAMP = TOKENS - 1
+"""What stands in the place of a row where a stamp is in that of a token."""
 
 
 class Crossing:
@@ -80,11 +83,19 @@ class Crossing:
         try:
             token: int | np.ndarray = 0
             if self._has_token:
-                token, arrays = _token_of(arrays[0]), arrays[1:]
+                token, arrays = self._token(arrays[0]), arrays[1:]
             return self._nothing() if self._is_empty else self._cross(token, arrays)
         except BaseException as error:
             failed = remember(error, self._derived)
         raise failed
+
+    def _token(self, array: np.ndarray) -> int | np.ndarray:
+        """What a token operand says to `Handle.invoke`. ResidualLostError for stamps of before a change."""
+        stamps = array.reshape(-1, 2)
+        stamps = stamps[stamps[:, 1] == STAMP, 0]
+        if stamps.size and (stamps != self._derived.handle.moves % TOKENS).any():
+            raise moved(self._derived.handle.name)
+        return 0 if stamps.size or self._derived.token_ops == STAMPED else _token_of(array)
 
     def _cross(self, token: int | np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         derived = self._derived
@@ -92,19 +103,22 @@ class Crossing:
             Carrier(_carrying(turn(x) if turn else x, carrier), dtype)
             for x, (dtype, carrier, turn) in zip(arrays, self._operands, strict=True)
         ]
+        stamp = derived.handle.moves
         outcome = derived.handle.invoke(
             self._site,
             derived.word,
             carriers,
-            keep=derived.keep,
+            keep=KEEP_NOTHING if derived.keep == KEEP_STAMP else derived.keep,
             token=token,
-            token_ops=derived.token_ops or 0,
+            token_ops=max(0, derived.token_ops or 0),
         )
         try:
             results = self._checked(outcome.carriers, outcome.structure)
         except BaseException:
             derived.handle.release(outcome.token)
             raise
+        if derived.keep == KEEP_STAMP:
+            return (*results, np.array([stamp % TOKENS, STAMP], np.uint32))
         return (*results, self._kept(outcome.token, results)) if derived.keep else tuple(results)
 
     def _checked(self, carriers: Sequence[Carrier | None], structure: bytes) -> list[np.ndarray]:
@@ -263,7 +277,7 @@ def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
         if failure is None or failure.error is None:
             raise
         raise failure.error from None
-    if derived.keep:
+    if derived.keep and derived.keep != KEEP_STAMP:
         _release_with(results[-1], derived)
     return results
 

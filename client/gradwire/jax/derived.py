@@ -13,7 +13,12 @@ from gradwire_wire.words import Word
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["Derived", "describe", "has_empty_batch", "parities"]
+__all__ = ["KEEP_STAMP", "STAMPED", "Derived", "describe", "has_empty_batch", "parities"]
+
+KEEP_STAMP = 3
+"""Keep nothing, and give a stamp in the place of a token: how often the module had changed at this forward."""
+STAMPED = -1
+"""In the place of a length of a word: what the first operand has are stamps."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class Derived:
 
     word: what is derived (`gradwire_wire.words`). keep: whether the worker keeps this forward's graph; the
     token, uint32 (2,) or rows (batch, 2) of (token, row), is then the last result. token_ops: the length of the
-    word that the token in the first operand belongs to; None where there is no such operand.
+    word that the token in the first operand belongs to; None where there is no such operand. What is evaluated
+    afresh has a stamp there instead (`KEEP_STAMP`): if the module has changed since, it is not the same forward.
     quiet: a pullback that adds nothing to the module's gradients, although its site accumulates.
     waits: the caller waits for the results, so program order is kept without JAX's help.
     """

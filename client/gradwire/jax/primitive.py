@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from gradwire.jax.derived import Derived, describe
+from gradwire.jax.derived import KEEP_STAMP, STAMPED, Derived, describe
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP, KEEP_NOTHING, KEEP_ROWS
@@ -117,7 +117,13 @@ def _jvp_of_forward(
 ) -> tuple[list[Any], list[Any]]:
     """The node with its graph kept, and its tangent from that graph."""
     op = ("J", moving)
-    if derived.keep == KEEP_ROWS or derived.site.residuals != "keep":  # rows have no graph of graphs: afresh
+    if derived.site.residuals != "keep" and not derived.keep:
+        *results, stamp = bind(replace(derived, keep=KEEP_STAMP), token, operands)
+        moved = bind(derived.then(op, STAMPED), stamp, [*operands, *lines])
+        kept = None
+    elif (
+        derived.keep == KEEP_ROWS or derived.site.residuals != "keep"
+    ):  # rows have no graph of graphs: afresh
         results = bind(derived, token, operands)
         moved = bind(derived.then(op, None), None, [*operands, *lines])
         kept = results.pop() if derived.keep else None
@@ -189,7 +195,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, derived: Derived) -> tup
     token, operands = _split(derived, args)
     axes = tuple(mapped[len(args) - len(operands) :])
     if token is not None and mapped[0] and token.ndim != 2:
-        token, derived = None, replace(derived, token_ops=None)  # rows of rows: afresh
+        derived = replace(derived, token_ops=STAMPED)  # rows of rows: afresh
     if not any(axes):  # the token alone is mapped, and the primals are those of every row
         results, own = _bind_without_keeping(replace(derived, token_ops=None), None, operands)
         return results, [None] * len(results)
@@ -207,13 +213,13 @@ def _has_seeds(derived: Derived, mapped: Sequence[bool]) -> bool:
 
 
 def _bind_without_keeping(derived: Derived, token: Any, operands: list[Any]) -> tuple[list[Any], int]:
-    """Results, with tokens that stand for nothing where one is expected; and how many are none of those."""
-    results = bind(replace(derived, keep=KEEP_NOTHING), token, operands)
-    own = len(results)
-    if derived.keep:
-        rows = results[0].shape[1:2] if derived.keep == KEEP_ROWS else ()
-        results = [*results, jnp.zeros((*rows, 2), jnp.uint32)]
-    return results, own
+    """Results, with stamps where tokens are expected; and how many are none of those."""
+    if not derived.keep:
+        results = bind(derived, token, operands)
+        return results, len(results)
+    *results, stamp = bind(replace(derived, keep=KEEP_STAMP), token, operands)
+    rows = results[0].shape[1:2] if derived.keep == KEEP_ROWS else ()
+    return [*results, jnp.broadcast_to(stamp, (*rows, 2))], len(results)
 
 
 def _row_by_row(args: list[Any], mapped: list[bool], derived: Derived) -> tuple[list[Any], list[Any]]:
