@@ -161,10 +161,10 @@ class Connection:
         """Make a call; one that is made again and again is short (`gradwire_wire.plans`). Blocks as `request` does."""
         self._check_usable()
         try:
+            chain = serving()
             signature = signature_of(carriers) if type(token) is int and not site.seeded else None
-            call = _Template(remote, site, word, keep, token, token_ops, serving())
             if signature is not None:
-                key = call.key(signature)
+                key = (remote, site.number, word, keep, token_ops, tuple(chain) if chain else (), signature)
                 line = self._lines.check_out(0, 0)
                 plan = line.plans.get(key)
                 if plan is None:
@@ -174,6 +174,7 @@ class Connection:
                         return self._evaluate_short(line, plan, carriers, token, site.timeout_s)
                     except (NotShared, TooLong):
                         pass
+            call = _Template(remote, site, word, keep, token, token_ops, chain)
             return self._evaluate_long(call, signature, carriers)
         except GradwireError as error:
             self.last_error = (time.monotonic(), _without_frames(error))

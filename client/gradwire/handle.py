@@ -150,6 +150,8 @@ class Handle:
         self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int
     ) -> Outcome:
         connection = self._ready()
+        if type(token) is int and token == 0:
+            return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
             linear = linear_count(word)

@@ -17,7 +17,7 @@ from typing import Any
 from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
-from gradwire_wire.page import ClientPage, can_page, page_lane_pair
+from gradwire_wire.page import can_page, page_lane_pair
 from gradwire_wire.segments import SharingUnavailableError
 from gradwire_wire.sockets import ClientKeys, Dealer, SocketError, Unreachable
 
@@ -71,19 +71,18 @@ class Lines:
 
     def check_out(self, nbytes: int, frames: int) -> Line:
         """A line for a message of so many bytes and further frames. Nobody else has it until `check_in`."""
-        line = self._lane() if self._has_lanes and nbytes <= MAX_PACKET and not frames else None
-        if line is None:
+        if not self._has_lanes or nbytes > MAX_PACKET or frames:
             return self.check_out_dealer()
-        _in_flight.add(line)
-        if type(line) is ClientPage:
-            line.is_alone = len(_in_flight) == 1
-        return line
-
-    def _lane(self) -> Line | None:
         try:
-            return self._lanes.pop()
+            line = self._lanes.pop()
         except IndexError:
-            return self._open_page_lane() or self._open_lane()
+            opened = self._open_page_lane() or self._open_lane()
+            if opened is None:
+                return self.check_out_dealer()
+            line = opened
+        _in_flight.add(line)
+        line.is_alone = len(_in_flight) == 1
+        return line
 
     def check_out_dealer(self) -> Dealer:
         """A line by ZeroMQ, which takes every message. MemoryExhaustedError where this process has no descriptor left."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradwire.handle import Handle
 from gradwire.site import Site
-from gradwire_wire.structures import fill
+from gradwire_wire.structures import LONE_LEAF, fill
 from gradwire_wire.tensors.numpy import adopt, export
 
 __all__ = ["ACCUMULATES", "NAME", "call"]
@@ -17,5 +17,7 @@ ACCUMULATES = False
 
 def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """Arrays in, arrays out. Results are private to this process and writable."""
-    outcome = handle.invoke(site, (), [export(x) for x in operands])
-    return fill(outcome.structure, outcome.adopted(adopt))
+    carriers, structure, _ = outcome = handle.invoke(site, (), [export(x) for x in operands])
+    if len(carriers) == 1 and structure == LONE_LEAF and carriers[0] is not None:
+        return adopt(carriers[0])
+    return fill(structure, outcome.adopted(adopt))

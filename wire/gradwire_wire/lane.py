@@ -45,8 +45,10 @@ class Lane:
 
     incoming, outgoing: where short frames lie (see plans.py): the last one received, until the next is; and the
     next one to send. plans: what both ends have agreed on. inlined: tensors up to so many bytes travel in them.
+    is_alone: whether no other call of this process is in flight; of use to lanes with a page.
     """
 
+    is_alone = True
     room = MAX_PACKET
     inlined = 16 << 10
 

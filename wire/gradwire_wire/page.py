@@ -161,7 +161,6 @@ class ClientPage(PageLane):
     def __init__(self, sock: socket.socket, page: SharedPage, receive_timeout_ms: int) -> None:
         super().__init__(sock, page, Spin(CLIENT_LOOKS, CLIENT_NEAR_S), receive_timeout_ms)
         self._is_short = False
-        self.is_alone = True
 
     def send_short_nowait(self, nbytes: int) -> None:
         """Show the short call that lies in ``outgoing``. Unreachable where the worker is gone and was asleep."""

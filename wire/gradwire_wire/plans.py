@@ -176,6 +176,17 @@ class Frame:
             raise
         return loans
 
+    @property
+    def dtypes(self) -> list[DType] | None:
+        """Of the tensors, where all of them lie in the frame; then `take_arrays` will do."""
+        if self._lent or None in self.avals:
+            return None
+        return [aval.dtype for aval in self.avals]  # type: ignore[union-attr]
+
+    def take_arrays(self) -> list[np.ndarray]:
+        """Copies of the tensors, in C order."""
+        return [view.copy() for view in self._views]  # type: ignore[union-attr]
+
     def take(self) -> list[Carrier | None]:
         """The tensors as copies and leased views. ProtocolError where an entry is wrong: all are returned then."""
         carriers = [

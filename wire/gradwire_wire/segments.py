@@ -601,7 +601,8 @@ class Ledger(_Descriptor):
 
     def is_cancelled(self, call_id: int) -> bool:
         """Worker: whether nobody waits for this call any more."""
-        return bool(self._map[self._place_of(call_id)] == call_id.to_bytes(8, "little"))
+        start = self.LOANS + 8 * (call_id % self.CANCELLED)
+        return bool(self._map[start : start + 8] == call_id.to_bytes(8, "little"))
 
     def _place_of(self, call_id: int) -> slice:
         start = self.LOANS + 8 * (call_id % self.CANCELLED)

@@ -40,6 +40,7 @@ import numpy as np
 from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError, shown
 
 __all__ = [
+    "LONE_LEAF",
     "fill",
     "fill_call",
     "fill_leaves_only",
@@ -48,6 +49,7 @@ __all__ = [
     "leaf_paths",
     "leaves_like",
     "positional",
+    "positional_count",
 ]
 
 LEAF, TUPLE, COMPLEX, INTEGER, SCALAR, NAMEDTUPLE, DATACLASS, ORDEREDDICT = range(1, 9)
@@ -75,7 +77,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
     UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
     """
     if type(tree) not in _NATIVE and is_leaf(tree):
-        return _LONE_LEAF, [tree]
+        return LONE_LEAF, [tree]
     leaves: list[Any] = []
     try:
         structure = _Flattener(leaves, is_leaf).pack(tree)
@@ -158,7 +160,7 @@ def positional(count: int) -> bytes:
 
 
 _NATIVE = frozenset({dict, list, tuple, type(None), bool, int, float, complex, str, bytes})
-_LONE_LEAF = flatten([Leaf(0)], lambda x: type(x) is Leaf)[0][1:]  # without the array around it
+LONE_LEAF = flatten([Leaf(0)], lambda x: type(x) is Leaf)[0][1:]  # without the array around it
 _POSITIONAL = {positional(count): count for count in range(17)}
 """The commonest trees, which need no unpacking: one tensor, and calls with tensors as arguments."""
 
@@ -191,9 +193,14 @@ def _field_names(kind: Any) -> list[str]:
     )
 
 
+def positional_count(structure: bytes) -> int | None:
+    """How many tensors a call has as positional arguments and nothing else; None for other calls."""
+    return _POSITIONAL.get(structure)
+
+
 def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
     """The tree again, with ``leaves`` in its holes. Containers are new on each call."""
-    if structure == _LONE_LEAF and len(leaves) == 1:
+    if structure == LONE_LEAF and len(leaves) == 1:
         return leaves[0]
     if _POSITIONAL.get(structure) == len(leaves):
         return [list(leaves), {}]

@@ -113,6 +113,7 @@ class Desk:
         self._name, self._incarnation, self._token, self._engine = name, incarnation, token, engine
         # a framework whose programs take numpy memory as it is (JAX's jit) need not make arrays of it first
         self._adopt_operand = getattr(engine, "adopt_operand", engine.adopt)
+        self._adopter = getattr(engine, "adopter", None)
         self._router = sockets.bind_router(endpoint)
         self._listener = listen_tether(tether_path)
         self._memory = Memory(max_shared_bytes, os.path.dirname(tether_path))
@@ -371,13 +372,19 @@ class Desk:
 
     def _serve_short(self, session: Session, line: Line, nbytes: int) -> None:
         """A planned call: everything about it is known but its number, its tokens and its tensors."""
-        short, plan = plans.short_of(line, nbytes)
+        call_id, token, released, plan = plans.short_of(line, nbytes)
         try:
             if plan is None:
                 raise ProtocolError("a short call of a plan that is unknown, or not as the plan says")
-            reply = self._call_short(session, short, plan, plan.take(), line)
+            if released:
+                self._residuals.release(released, session.client_id)
+            if plan.adopters is not None:
+                operands = plan.take_tensors()
+            else:
+                operands = self._operands(plan.call, plan.take())
+            reply = self._call_short(session, call_id, token, plan, operands, line)
         except BaseException as error:
-            reply = Reply(faults.failed(short.call_id, error))
+            reply = Reply(faults.failed(call_id, error))
             del error
         if reply is not None and self._send(session, reply, line) and plan is not None:
             plan.note_done(reply.message)  # type: ignore[arg-type]
@@ -460,46 +467,61 @@ class Desk:
         site, word = _site_of(call, program, is_checked=True), checked_word(call.word, len(call.headers))
         chain = [*call.chain, self._incarnation]
         plan = plans.Plan(call, program, site, word, chain, layout, line, session.exchange)
+        if self._adopter is not None:
+            plan.expect_arrays(self._adopter)
         return reply._replace(plan=plan)
 
     def _call_short(
-        self,
-        session: Session,
-        short: plans.Short,
-        plan: plans.Plan,
-        carriers: list[Carrier | None],
-        line: Line,
+        self, session: Session, call_id: int, token: int, plan: plans.Plan, operands: list[Any], line: Line
     ) -> Reply | None:
         """Answers by a short answer, or gives the long one."""
-        call = plan.call
-        if short.released:
-            self._residuals.release(short.released, session.client_id)
         self.calls += 1
-        _check_mode(call, plan.program, short.token)
-        operands = self._operands(call, carriers)
-        request = Request(call.remote, call.keep, short.token, call.token_ops)
-        result, token, ns = self._evaluate(
-            session, plan.program, plan.site, plan.word, request, short.call_id, operands, plan.chain
-        )
+        call = plan.call
+        if call.training is not None:
+            _check_mode(call, plan.program, token)
+        if plan.run is not None and not token:
+            tensors, structure, kept, ns = self._run_short(session, call_id, plan, operands)
+        else:
+            request = Request(call.remote, call.keep, token, call.token_ops)
+            result, kept, ns = self._evaluate(
+                session, plan.program, plan.site, plan.word, request, call_id, operands, plan.chain
+            )
+            tensors, structure = result
+        operands.clear()  # the caller of this still has the list, and the answer must not find it holding any
         try:
-            exported = self._exported(result.tensors)
+            exported = self._exported(tensors)
             try:
-                loans = plan.put(short.call_id, exported, result.structure, token, ns)
+                loans = plan.put(call_id, exported, structure, kept, ns)
             except NotShared:
                 loans = None
             if loans is None:
-                return self._done(session, short.call_id, exported, result.structure, token, ns)
+                return self._done(session, call_id, exported, structure, kept, ns)
         except BaseException:
-            self._residuals.release([token], session.client_id)
+            self._residuals.release([kept], session.client_id)
             raise
         try:
             line.send_short_nowait(plan.answer_nbytes)
         except TooLong:
             session.exchange.take_back_loans(loans)
-            return self._done(session, short.call_id, exported, result.structure, token, ns)
+            return self._done(session, call_id, exported, structure, kept, ns)
         except sockets.Unreachable:
             session.exchange.take_back_loans(loans)
         return None
+
+    def _run_short(
+        self, session: Session, call_id: int, plan: plans.Plan, operands: list[Any]
+    ) -> tuple[Sequence[Any], bytes, int, int]:
+        """As `_evaluate`, where nothing is kept and the plan knows how to run: results, tree, 0, nanoseconds."""
+        interrupts = self._interrupts
+        start = time.perf_counter_ns()
+        try:
+            serve(plan.chain)
+            interrupts.begin(session.marks, call_id)
+            tensors, structure = plan.run(operands)  # type: ignore[misc]
+        finally:
+            interrupts.end()
+            serve(())
+        return tensors, structure, 0, time.perf_counter_ns() - start
 
     def _evaluate(
         self,

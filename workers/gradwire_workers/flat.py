@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from gradwire_wire.structures import fill_call, flatten
+from gradwire_wire.structures import fill_call, flatten, positional_count
 from gradwire_workers.program import WorkerSite
 
 __all__ = ["Flat"]
@@ -23,11 +23,16 @@ class Flat:
         self, target: Callable[..., Any], site: WorkerSite, is_tensor: Callable[[Any], bool]
     ) -> None:
         self._target, self._site, self._is_tensor = target, site, is_tensor
+        self._count = None if site.anchored else positional_count(site.structure)
         self.structure = b""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        args, kwargs = fill_call(self._site.structure, operands[1:] if self._site.anchored else operands)
-        self.structure, leaves = flatten(self._target(*args, **kwargs), self._is_leaf, "the result")
+        if self._count == len(operands):
+            tree = self._target(*operands)
+        else:
+            args, kwargs = fill_call(self._site.structure, operands[1:] if self._site.anchored else operands)
+            tree = self._target(*args, **kwargs)
+        self.structure, leaves = flatten(tree, self._is_leaf, "the result")
         return tuple(leaves)
 
     def _is_leaf(self, x: Any) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Callable, Sequence
 
 from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
+from gradwire_wire.dtypes import DType
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.plans import (
@@ -14,28 +15,21 @@ from gradwire_wire.plans import (
     MAX_PLANS,
     MAX_RELEASED,
     SHORT_ANSWER,
+    SHORT_CALL,
     Frame,
     Layout,
     avals_of,
     layout_of,
 )
-from gradwire_workers.program import Program, WorkerSite
+from gradwire_workers.program import Program, Runner, WorkerSite
 
-__all__ = ["Plan", "Short", "checked_layout", "short_of"]
-
-
-class Short(NamedTuple):
-    """The head of a short call."""
-
-    call_id: int
-    token: int
-    released: tuple[int, ...]
+__all__ = ["Plan", "checked_layout", "short_of"]
 
 
 class Plan:
     """A call without its tensors, at the line it comes by. ``call``: the message that made it, without its tensors.
 
-    chain: incarnations of the workers it comes through, ours the last.
+    chain: incarnations of the workers it comes through, ours the last. ``nbytes``: of a short call.
     """
 
     __slots__ = (
@@ -44,9 +38,12 @@ class Plan:
         "_frame",
         "_line",
         "_structure",
+        "adopters",
         "call",
         "chain",
+        "nbytes",
         "program",
+        "run",
         "site",
         "word",
     )
@@ -66,7 +63,21 @@ class Plan:
         self.program, self.site, self.word, self.chain = program, site, word, chain
         self._line, self._exchange, self._structure = line, exchange, b""
         self._frame = Frame(layout, line.incoming, exchange)
+        self.nbytes = layout.nbytes
         self._answer: Frame | None = None
+        self.run = None if word or call.keep else _runner_of(program, site)
+        self.adopters: list[Any] | None = None
+
+    def expect_arrays(self, adopter: Callable[[DType], Any]) -> None:
+        """Where all operands lie in the frame: how fresh arrays become tensors of the engine."""
+        dtypes = self._frame.dtypes
+        found = None if dtypes is None else [adopter(dtype) for dtype in dtypes]
+        self.adopters = None if found is None or None in found else found
+
+    def take_tensors(self) -> list[Any]:
+        """The operands as tensors, after `expect_arrays` has found ``adopters``."""
+        arrays = self._frame.take_arrays()
+        return [adopt(x) for adopt, x in zip(self.adopters, arrays)]  # type: ignore[arg-type]
 
     def take(self) -> list[Carrier | None]:
         """The operands of the short call in the line's buffer. See `Frame.take`."""
@@ -98,10 +109,10 @@ class Plan:
         assert self._answer is not None, "put() comes first"
         return self._answer.nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """Of a short call."""
-        return self._frame.nbytes
+
+def _runner_of(program: Any, site: WorkerSite) -> Runner | None:
+    make = getattr(program, "runner", None)
+    return None if make is None else make(site)
 
 
 def _is_alike(carriers: Sequence[Carrier | None], avals: Sequence[Any]) -> bool:
@@ -134,12 +145,15 @@ def checked_layout(call: messages.Plan, line: Any) -> Layout:
     return layout
 
 
-def short_of(line: Any, nbytes: int) -> tuple[Short, Plan | None]:
-    """The head of the short call in the line's buffer, and its plan; None where it has none of that length."""
+def short_of(line: Any, nbytes: int) -> tuple[int, int, Sequence[int], Plan | None]:
+    """The head of the short call in the line's buffer: call id, token, released tokens; and its plan.
+
+    None where there is none of that number, or of another length.
+    """
     if nbytes < CALL.size:
-        return Short(0, 0, ()), None
-    _, count, number, _, call_id, token, *released = CALL.unpack_from(line.incoming)
+        return 0, 0, (), None
+    kind, count, number, _, call_id, token, *released = CALL.unpack_from(line.incoming)
     plan = line.plans.get(number)
-    if plan is None or plan.nbytes != nbytes or line.incoming[0] != 1 or count > MAX_RELEASED:
-        plan = None
-    return Short(call_id, token, tuple(released[:count])), plan
+    if plan is None or plan.nbytes != nbytes or kind != SHORT_CALL or count > MAX_RELEASED:
+        return call_id, token, (), None
+    return call_id, token, released[:count] if count else (), plan

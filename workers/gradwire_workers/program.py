@@ -7,13 +7,13 @@ names of `Engine` and returns objects that fulfil `Program` and `Residual`. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Sequence
+from typing import Any, Callable, NamedTuple, Protocol, Sequence, Tuple
 
 import numpy as np
 
 from gradwire_wire.carriers import Aval
 
-__all__ = ["Engine", "Optimizer", "Program", "Residual", "Result", "WorkerSite"]
+__all__ = ["Engine", "Optimizer", "Program", "Residual", "Result", "Runner", "WorkerSite"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Result(NamedTuple):
 
     tensors: Sequence[Any]
     structure: bytes = b""
+
+
+Runner = Callable[[Sequence[Any]], Tuple[Sequence[Any], bytes]]
+"""F itself at operands, as `Program.run` with an empty word: results and their tree. A program that can prepare one for a
+site offers ``runner(site)``, which may answer None; it is made once and called for every planned call of that site."""
 
 
 class Residual(Protocol):
@@ -181,4 +186,5 @@ class Engine(Protocol):
         """See `gradwire_wire.tensors.TensorFamily`."""
 
     def adopt(self, carrier: Any) -> Any:
-        """See `gradwire_wire.tensors.TensorFamily`. An ``adopt_operand`` beside it, if there, is used for a call's operands."""
+        """See `gradwire_wire.tensors.TensorFamily`. An ``adopt_operand`` beside it, if there, is used for a call's operands;
+        an ``adopter(dtype)``, if there, gives what is used for those that are fresh copies, or None."""

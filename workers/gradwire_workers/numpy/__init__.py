@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from gradwire_wire.errors import UsageError
-from gradwire_wire.tensors.numpy import NAME, adopt, aval, export, is_tensor
+from gradwire_wire.tensors.numpy import NAME, adopt, adopter, aval, export, is_tensor
 from gradwire_workers.numpy import blas
 from gradwire_workers.numpy.calls import ShapeDtype
 from gradwire_workers.numpy.program import NumpyProgram
@@ -33,6 +33,7 @@ __all__ = [
     "NAME",
     "ShapeDtype",
     "adopt",
+    "adopter",
     "aval",
     "export",
     "facts",

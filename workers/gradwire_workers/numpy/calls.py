@@ -9,7 +9,7 @@ import numpy as np
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import DType, dtype_named
 from gradwire_wire.errors import UsageError
-from gradwire_wire.structures import fill, fill_leaves_only, flatten, leaves_like
+from gradwire_wire.structures import fill, fill_leaves_only, flatten, leaves_like, positional_count
 from gradwire_wire.tensors.numpy import adopt, aval
 from gradwire_wire.words import result_avals
 from gradwire_workers.program import WorkerSite
@@ -42,6 +42,7 @@ class Call:
         if site.compile:
             raise UsageError("a numpy worker has nothing to compile with: leave out options(compile=True)")
         self._target, self._site = target, site
+        self._count = None if site.anchored else positional_count(site.structure)
         self.structure = b""
 
     def _arguments(self, operands: Sequence[Any]) -> Any:
@@ -54,6 +55,8 @@ class Call:
     def evaluate(self, word: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
         """The derived function's results. A cotangent is None where the operand is not used."""
         if not word:
+            if self._count == len(operands):
+                return self._results(self._target(*operands))
             args, kwargs = self._arguments(operands)
             return self._results(self._target(*args, **kwargs))
         op, inner = word[-1], word[:-1]

@@ -10,7 +10,7 @@ import numpy as np
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_workers.numpy.calls import Call, Pullback, filled
-from gradwire_workers.program import Result, WorkerSite
+from gradwire_workers.program import Result, Runner, WorkerSite
 
 __all__ = ["NumpyProgram"]
 
@@ -32,6 +32,18 @@ class NumpyProgram:
             with _random(site.seed):
                 results = call.evaluate(word, operands)
         return Result(results, b"" if word else call.structure)
+
+    def runner(self, site: WorkerSite) -> Runner | None:
+        """See `program.Runner`."""
+        if site.seed is not None:
+            return None
+        call = Call(self._target, site)
+
+        def run(operands: Sequence[Any]) -> tuple[Sequence[Any], bytes]:
+            results = call.evaluate((), operands)
+            return results, call.structure
+
+        return run
 
     def keep(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]

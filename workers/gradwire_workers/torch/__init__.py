@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from gradwire_wire.errors import UsageError
-from gradwire_wire.tensors.torch import NAME, adopt, aval, export, is_tensor
+from gradwire_wire.tensors.torch import NAME, adopt, adopter, aval, export, is_tensor
 from gradwire_workers.keras_layers import is_keras_layer
 from gradwire_workers.torch.program import TorchProgram
 
-__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program", "resize"]
+__all__ = ["NAME", "adopt", "adopter", "aval", "export", "facts", "is_tensor", "prepare", "program", "resize"]
 
 _device = torch.device("cpu")
 

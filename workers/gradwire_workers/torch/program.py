@@ -14,7 +14,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.torch import adopt, is_tensor
 from gradwire_workers.flat import Flat
-from gradwire_workers.program import Result, WorkerSite
+from gradwire_workers.program import Result, Runner, WorkerSite
 from gradwire_workers.torch import hooks, shapes, state
 from gradwire_workers.torch.kept import Kept, KeptRows, saved_nbytes
 from gradwire_workers.torch.optimizers import TorchOptimizer
@@ -24,6 +24,8 @@ __all__ = ["TorchProgram"]
 
 _CPU = torch.device("cpu")
 _MAX_MEASURED = 1024
+_NEEDS_AUTOGRAD = "does not require grad and does not have a grad_fn"
+_set_grad_enabled = torch._C._set_grad_enabled
 
 
 class TorchFlat(Flat):
@@ -99,6 +101,31 @@ class TorchProgram:
                     results = evaluate(flat, word, leaves_of(operands), parameters=parameters)
         return _result(site, word, results, flat.structure)
 
+    def runner(self, site: WorkerSite) -> Runner | None:
+        """See `program.Runner`. A context manager of torch's takes as long as all the rest of it."""
+        if type(self) is not TorchProgram or site.seed is not None or self._device is not None:
+            return None
+        flat = self._flat(site)
+
+        def run(operands: Sequence[Any]) -> tuple[Sequence[Any], bytes]:
+            if not torch.is_grad_enabled():  # the user's code has switched it off for good
+                result = self.run(site, (), operands)
+                return result.tensors, result.structure
+            if self._module is None or self._module.training or self._uses_autograd:
+                return flat(*operands), flat.structure
+            _set_grad_enabled(False)
+            try:
+                return flat(*operands), flat.structure
+            except RuntimeError as error:
+                if _NEEDS_AUTOGRAD not in str(error):
+                    raise
+            finally:
+                _set_grad_enabled(True)
+            result = self.run(site, (), operands)
+            return result.tensors, result.structure
+
+        return run
+
     def _forward(self, flat: TorchFlat, word: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
         if self._module is None or self._module.training or self._uses_autograd:
             with torch.enable_grad():
@@ -107,7 +134,7 @@ class TorchProgram:
             with torch.no_grad():
                 return evaluate(flat, word, operands)
         except RuntimeError as error:
-            if "does not require grad and does not have a grad_fn" not in str(error):
+            if _NEEDS_AUTOGRAD not in str(error):
                 raise
         with torch.enable_grad():
             results = evaluate(flat, word, operands)
