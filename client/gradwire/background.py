@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradwire_wire.errors import ForkedError
@@ -13,7 +14,7 @@ from gradwire_wire.errors import ForkedError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Background"]
+__all__ = ["Background", "futures_in", "with_results"]
 
 
 class Background:
@@ -29,20 +30,39 @@ class Background:
 
     def submit(self, act: Callable[[], Any]) -> Future[Any]:
         """A future of ``act()``. Cancelling it works until it has begun."""
+        future = self._new()
+        self._start(future, act)
+        return future
+
+    def submit_after(self, waited: Sequence[Future[Any]], act: Callable[[], Any]) -> Future[Any]:
+        """A future of ``act()``, which begins once all of ``waited`` are done; no thread waits for that.
+
+        If one of them fails or is cancelled, so does this, without ``act``.
+        """
+        future = self._new()
+        after = _After(
+            len(waited), lambda error: self._start(future, act if error is None else _raising(error))
+        )
+        for other in waited:
+            other.add_done_callback(after)
+        return future
+
+    def _new(self) -> Future[Any]:
         if self._pid != os.getpid():
             raise ForkedError(
                 "submit in a forked child: open a bridge of its own there with gradwire.connect()"
             )
         from concurrent.futures import Future  # not needed by who never submits anything
 
-        future: Future[Any] = Future()
+        return Future()
+
+    def _start(self, future: Future[Any], act: Callable[[], Any]) -> None:
         with self._lock:
             self._busy += 1
             if self._busy > self._threads and self._threads < self._limit:
                 self._threads += 1
                 threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
         self._waiting.put((future, act))
-        return future
 
     def _work(self) -> None:
         while True:
@@ -69,3 +89,63 @@ class Background:
             for _ in range(self._threads):
                 self._waiting.put(None)
             self._threads = 0
+
+
+class _After:
+    """Counts futures that are done, and tells once: that all are, or what the first to fail raised."""
+
+    def __init__(self, count: int, tell: Callable[[BaseException | None], None]) -> None:
+        self._left, self._tell, self._lock = count, tell, threading.Lock()
+
+    def __call__(self, done: Future[Any]) -> None:
+        error = _cancelled() if done.cancelled() else done.exception()
+        with self._lock:
+            was_told = self._left <= 0
+            self._left = 0 if error is not None else self._left - 1
+            is_time = not was_told and self._left == 0
+        if is_time:
+            self._tell(error)
+
+
+def _cancelled() -> BaseException:
+    from concurrent.futures import CancelledError
+
+    return CancelledError()
+
+
+def _raising(error: BaseException) -> Callable[[], Any]:
+    """In a thread of its own and not in the callback: chains may be longer than Python's stack."""
+
+    def act() -> Any:
+        raise error
+
+    return act
+
+
+def futures_in(tree: Any) -> list[Future[Any]]:
+    """The futures among the arguments of a call; none where nobody has loaded futures."""
+    loaded = sys.modules.get("concurrent.futures")
+    return [] if loaded is None else _futures_in(tree, loaded.Future)
+
+
+def _futures_in(tree: Any, future: Any) -> list[Future[Any]]:
+    if isinstance(tree, future):
+        return [tree]
+    return [found for child in _children(tree) for found in _futures_in(child, future)]
+
+
+def _children(tree: Any) -> Any:
+    kind = type(tree)
+    return tree.values() if kind is dict else tree if kind in (list, tuple) else ()
+
+
+def with_results(tree: Any) -> Any:
+    """The tree with the result of each future, which is done, in its place."""
+    from concurrent.futures import Future
+
+    if isinstance(tree, Future):
+        return tree.result()
+    kind = type(tree)
+    if kind is dict:
+        return {key: with_results(child) for key, child in tree.items()}
+    return kind(map(with_results, tree)) if kind in (list, tuple) else tree

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gradwire import pullback
-from gradwire.background import Background
+from gradwire.background import Background, futures_in, with_results
 from gradwire.families import (
     FAMILIES,
-    Face,
     barrier,
     compiling_face,
     exported,
@@ -100,7 +99,7 @@ class Remote:
         self._background = background
         self._options = options or Options()
         self._sites: dict[tuple[bytes, bool, bool | None], Site] = {}
-        self._routes: dict[tuple[Any, ...], tuple[Any, Site]] = {}
+        self._routes: dict[tuple[Any, ...], tuple[str, Site]] = {}
 
     def __repr__(self) -> str:
         return f"<gradwire.Remote {self.handle.name}>"
@@ -120,30 +119,30 @@ class Remote:
         if not kwargs:
             known = self._routes.get((self.handle.training, *map(type, args)))
             if known is not None:
-                return self._along(known, args)
+                return self._along(*known, list(args))
         structure, leaves = self._flatten(args, kwargs)
         options = self._options
-        face = face_named(
-            family_of_call(leaves, structure, options.family or ("jax" if options.is_seed_traced else None))
+        family = family_of_call(
+            leaves, structure, options.family or ("jax" if options.is_seed_traced else None)
         )
-        site = self._plain_site(structure, self.handle.is_module and face.ACCUMULATES)
+        site = self._plain_site(structure, self.handle.is_module and face_named(family).ACCUMULATES)
         if not kwargs and not site.seeded and all(map(family_of, args)):
-            self._note_route(face, site, args)
-        return self._along((face.call, site), leaves)
+            self._note_route(family, site, args)
+        return self._along(family, site, leaves)
 
-    def _along(self, route: tuple[Any, Site], leaves: Sequence[Any]) -> Any:
-        call, site = route
+    def _along(self, family: str, site: Site, leaves: list[Any]) -> Any:
+        operands = [*self.seed_operand, *leaves] if site.seeded else leaves
         try:
-            return call(self.handle, site, [*self.seed_operand, *leaves] if site.seeded else leaves)
+            return face_named(family).call(self.handle, site, operands)
         except (UnsupportedTensorError, DtypeError) as error:
             refused = naming(error, leaves, site.structure)
         raise refused
 
-    def _note_route(self, face: Face, site: Site, args: tuple[Any, ...]) -> None:
+    def _note_route(self, family: str, site: Site, args: tuple[Any, ...]) -> None:
         """Positional tensors of these types, in this mode, go this way: it depends on nothing else."""
         if len(self._routes) >= MAX_SITES:
             self._routes.clear()
-        self._routes[site.training, *map(type, args)] = (face.call, site)
+        self._routes[site.training, *map(type, args)] = (family, site)
 
     autograph_info__ = None  # TensorFlow's AutoGraph calls what says so as it is, instead of rewriting it
 
@@ -179,9 +178,19 @@ class Remote:
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Make the call without waiting; tensors must not be written until it is done.
 
-        Cancelling the future does not interrupt a call that has begun; ``options(timeout=...)`` does.
+        An argument may be the future of another ``submit``, also inside lists, tuples and dicts: the call is made once its
+        result is there, and fails as it failed. Cancelling the future does not interrupt a call that has begun;
+        ``options(timeout=...)`` does.
         """
-        return self._background.submit(lambda: self(*args, **kwargs))
+        waited = futures_in([args, kwargs])
+        if not waited:
+            return self._background.submit(lambda: self(*args, **kwargs))
+
+        def act() -> Any:
+            args_there, kwargs_there = with_results([args, kwargs])
+            return self(*args_there, **kwargs_there)
+
+        return self._background.submit_after(waited, act)
 
     async def aio(self, *args: Any, **kwargs: Any) -> Any:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
