@@ -91,7 +91,7 @@ lint: .venv
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
-	.venv/bin/vermin --quiet --no-tips --target=3.9- wire workers
+	.venv/bin/vermin --quiet --no-tips --target=3.9- wire workers client/gradwire/benchmark/measure.py client/gradwire/benchmark/far_end
 
 fuzz: .venv
 	GRADWIRE_FUZZ_S=600 .venv/bin/python -m pytest -s tests/fuzz

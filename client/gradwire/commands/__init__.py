@@ -21,7 +21,7 @@ from gradwire_wire.errors import GradwireError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("up", "ps", "stop", "logs", "call", "env", "keys", "doctor")
+COMMANDS = ("up", "ps", "stop", "logs", "call", "env", "keys", "doctor", "bench")
 """Modules of this package, in the order of ``gradwire --help``."""
 
 

@@ -1,0 +1,58 @@
+"""`gradwire bench` as a user runs it, with a numpy worker and little time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "gradwire",
+        "bench",
+        "--framework",
+        "numpy",
+        "--seconds",
+        "0.02",
+        *arguments,
+    ]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_a_target_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def total(x, n):\n    return (x * n).sum(axis=1)\n")
+    shapes = ["--shape", "8x4", "--shape", ":int32"]
+    done = bench(
+        tmp_path, "--target", "mine.py:total", *shapes, "--callers", "numpy,jax.jit", "--json", "b.json"
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "b.json").read_text())
+    assert results["works"] == ["mine.py:total"] and set(results["callers"]) == {"numpy", "jax.jit"}
+    for caller, figures in results["callers"].items():
+        assert "error" not in figures, figures
+        work = figures["works"]["mine.py:total"]
+        assert 0 < work["p50_us"] <= work["p95_us"] <= work["p99_us"], caller
+        parts = work["parts_us"]
+        assert list(parts) == ["convert", "copy", "wake", "queue", "compute", "return"]
+        assert min(parts.values()) >= 0 and parts["compute"] > 0, caller
+        assert list(figures["sizes"]) == results["sizes"]
+    assert results["direct"]["mine.py:total"]["p50_us"] > 0
+    assert results["pipe"]["works"]["mine.py:total"]["p50_us"] > 0 and "error" not in results["pipe"]
+    assert results["machine"]["processors"] >= 1 and results["machine"]["packages"]["numpy"]
+    assert "jax.jit caller" in done.stdout and "pickle over a pipe" in done.stdout
+
+
+def test_a_target_that_is_not_there_or_fails_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def fails(x):\n    raise ValueError('bad 42')\n")
+    for target, says in (("mine.py:nobody", "mine.py has no 'nobody'"), ("mine.py:fails", "bad 42")):
+        done = bench(tmp_path, "--target", target, "--shape", "3")
+        assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert not done.stdout
