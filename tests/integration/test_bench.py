@@ -28,7 +28,7 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_target_of_the_users(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def total(x, n):\n    return (x * n).sum(axis=1)\n")
+    (tmp_path / "mine.py").write_text('def total(x, n):\n    return (x * n).sum(axis=1).astype("float32")\n')
     shapes = ["--shape", "8x4", "--shape", ":int32"]
     done = bench(
         tmp_path, "--target", "mine.py:total", *shapes, "--callers", "numpy,jax.jit", "--json", "b.json"
