@@ -16,3 +16,16 @@ def swap_64_mib(x: np.ndarray) -> np.ndarray:
     """Takes 64 MiB and gives other 64 MiB: one copy a direction cannot be avoided."""
     assert x[0] == x[-1]
     return _RESULT
+
+
+def square(x: np.ndarray) -> np.ndarray:
+    """With a derivative of its own."""
+    return x * x
+
+
+square.vjp = lambda x: (x * x, lambda y_bar: (2 * x * y_bar,))  # type: ignore[attr-defined]
+
+
+def fails(x: np.ndarray) -> np.ndarray:
+    """Raises."""
+    raise ValueError("as it should")
