@@ -6,7 +6,8 @@
 #   make test     every test                                 (under 12 min on 2 cores)
 #   make fuzz     ten minutes of wrong bytes at every door
 #   make soak     half an hour of calls while workers are killed
-#   make bench    what the boundary costs on this machine
+#   make bench    what the boundary costs on this machine (minutes; let it idle)
+#   make bench-peers    the same work through other systems, each in an environment of its own (GB, the first time)
 #   make format   rewrite the sources as `make check` wants them
 #   make clean    remove everything that these targets made
 #
@@ -21,7 +22,7 @@ MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
 # pytest runs this many processes; each test file runs whole in one of them
 PROCESSES ?= 2
 
-.PHONY: help setup demo test check lint fuzz soak bench format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo \
+.PHONY: help setup demo test check lint fuzz soak bench bench-peers format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo \
         .envs/sentences .envs/jax-oldest .envs/jax-newest
 
 help:
@@ -100,9 +101,17 @@ soak: .venv
 	.venv/bin/python tests/integration/soak.py
 	GRADWIRE_SOAK_S=50 .venv/bin/python -m pytest tests/integration/test_field_reports_processes.py -k 20_000
 
+# One question a module, each writes build/NAME.json; all of them run, and make fails where one has missed a limit.
+BENCHMARKS := roundtrip start checks training idle flat $(notdir $(basename $(wildcard benchmarks/limits.py)))
+
 bench: setup
-	.venv/bin/python benchmarks/roundtrip.py
-	.venv/bin/python benchmarks/start.py
+	@mkdir -p build; missed=; for name in $(BENCHMARKS); do \
+	  echo "== $$name"; .venv/bin/python benchmarks/$$name.py --json build/$$name.json || missed="$$missed $$name"; \
+	done; [ -z "$$missed" ] || { echo "make: missed:$$missed" >&2; exit 1; }
+
+bench-peers: setup
+	@mkdir -p build
+	.venv/bin/python benchmarks/peers/run.py --json build/peers.json
 
 format: .venv
 	.venv/bin/ruff format .

@@ -1,6 +1,6 @@
 """What the checks of a call cost: families, dtypes, layouts and headers of its tensors, at both ends.
 
-    python benchmarks/checks.py
+    python benchmarks/checks.py [--json FILE]
 
 A caller of numpy. At its end: whose tensors these are, each array as a carrier (dtype known, byte order native, layout
 one that can be described) and what its strides are. At the worker's end: each header checked against its bytes or its
@@ -10,6 +10,9 @@ up to 8 tensors.
 
 from __future__ import annotations
 
+import argparse
+import json
+import pathlib
 import time
 from collections.abc import Callable
 
@@ -72,14 +75,21 @@ def shared(array: np.ndarray) -> list[object]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    found = {}
     print(f"{'checks of a call, µs':<34}{'client':>8}{'worker':>8}{'both':>8}")
     for count in (1, TENSORS):
         for name, header, shape in (("small", small, (4, 8)), ("in shared memory", shared, (64, 64))):
             arrays = [np.ones(shape, np.float32) for _ in range(count)]
             ends = median_us(client(arrays)), median_us(worker([header(x) for x in arrays]))
             said = f"{count} tensor{'s' * (count > 1)}, {name}"
+            found[said] = {"client_us": ends[0], "worker_us": ends[1]}
             print(f"{said:<34}{ends[0]:>8.1f}{ends[1]:>8.1f}{sum(ends):>8.1f}")
     print(f"target: at most {TARGET_US:.0f} for up to {TENSORS} tensors")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"checks": found, "target_us": TARGET_US}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

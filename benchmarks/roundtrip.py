@@ -15,16 +15,15 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 import gradwire as gw
+from gradwire.benchmark.report import machine
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from echo import ping_pong
@@ -108,15 +107,6 @@ def jitted(remote: gw.Remote, x: np.ndarray) -> Callable[[], object] | None:
     known = remote.options(out_spec=gw.ShapeDtype(x.shape, x.dtype.name))
     program, device_x = jax.jit(lambda x: known(x) + 1), jax.numpy.asarray(x)
     return lambda: program(device_x).block_until_ready()
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "numpy": np.__version__,
-    }
 
 
 def main() -> int:

@@ -54,9 +54,9 @@ class Invocation:
 
     __slots__ = ("bytes_in", "bytes_out", "face", "invoked", "remote", "taken")
 
-    def __init__(self, name: str, carriers: Sequence[Any], face: FaceCall | None) -> None:
-        self.remote, self.face, self.taken = name, face, 0
-        self.bytes_out, self.bytes_in = _nbytes(carriers), 0
+    def __init__(self, name: str, face: FaceCall | None) -> None:
+        self.remote, self.face = name, face
+        self.taken = self.bytes_out = self.bytes_in = 0
         self.invoked = now()
 
 
@@ -64,7 +64,7 @@ class Message:
     """One message and its answer, at this end.
 
     kind: call, load, spec, state. sent_as: message, plan (a message that makes one), or short (a call that has a plan).
-    by: lane, or ZeroMQ.
+    by: page, lane, or ZeroMQ.
     """
 
     __slots__ = (
@@ -149,6 +149,8 @@ class RecordingConnection(Connection):
         """As of `Connection`."""
         noted = self.recording.note(self)
         noted.kind, noted.word, noted.keep, noted.token = "call", word, keep, token
+        if noted.invocation is not None:
+            noted.invocation.bytes_out = _nbytes(carriers)
         args = (remote, site, word, carriers, keep, token, token_ops)
         return _noted(noted, Connection.evaluate, self, args, {})
 
@@ -225,7 +227,10 @@ class _Planned:
 
 
 def _line_name(line: Any) -> str:
-    return "ZeroMQ" if type(line).__name__ == "Dealer" else "lane"
+    return _LINES.get(type(line).__name__, "lane")
+
+
+_LINES = {"Dealer": "ZeroMQ", "ClientPage": "page"}
 
 
 def _nbytes(carriers: Sequence[Any]) -> int:
@@ -257,7 +262,7 @@ _invoke, _ready = Handle.invoke, Handle._ready
 
 def _noting_invoke(handle: Handle, site: Any, word: Any, carriers: Any, **options: Any) -> Any:
     outer = _notes.invocation
-    noted = _notes.invocation = Invocation(handle.name, carriers, _notes.face)
+    noted = _notes.invocation = Invocation(handle.name, _notes.face)
     try:
         outcome = _invoke(handle, site, word, carriers, **options)
         noted.bytes_in = _nbytes(outcome.carriers)

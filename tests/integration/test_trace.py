@@ -168,7 +168,7 @@ def test_a_call_is_spans_of_both_processes(worker: gw.Worker, traced: Any) -> No
     assert sorted(ways) == ["to caller"] * 3 + ["to worker"] * 3
     invoked = file.named("invoke")[0]["args"]
     assert (invoked["bytes there"], invoked["bytes back"]) == (X.nbytes, X.nbytes)
-    assert invoked["function"] == "the function" and invoked["by"] in ("lane", "ZeroMQ")
+    assert invoked["function"] == "the function" and invoked["by"] in ("page", "lane", "ZeroMQ")
 
 
 def test_a_call_s_steps_follow_each_other_across_the_processes(worker: gw.Worker, traced: Any) -> None:
@@ -246,6 +246,19 @@ def test_derivatives_are_named(worker: gw.Worker, traced: Any) -> None:
     ]
     assert [a["function"] for a in said] == ["the function", "pullback of the function"]
     assert said[0]["keeps"] and said[1]["token"] > 0
+
+
+def test_of_a_backward_only_what_is_sent_is_looked_at(worker: gw.Worker, traced: Any) -> None:
+    torch = pytest.importorskip("torch")
+    f, x = worker.function("traced.py:square"), torch.ones(8, requires_grad=True)
+    said = [
+        e["args"] for e in traced(lambda: f(x).sum().backward()).spans if "bytes there" in e.get("args", {})
+    ]
+    assert [(a["function"], a["bytes there"]) for a in said] == [
+        ("the function", 32),
+        ("pullback of the function", 32),  # the cotangent; the primal is kept there
+    ]
+    assert torch.equal(x.grad, 2 * x.detach())
 
 
 def test_from_a_compiled_program(worker: gw.Worker, traced: Any) -> None:
