@@ -138,6 +138,20 @@ def test_modes_and_state(worker_of: Workers) -> None:
         net.load_state_dict({"0.weight": np.zeros((1, 1), np.float32)}, strict=False)
 
 
+def test_a_state_may_have_numpy_scalars_and_what_is_no_tensor(worker_of: Workers) -> None:
+    net = worker_of("torch").module("in_torch:make_block", SIZES, batch_norm=True)
+    net.load_state_dict({"1.num_batches_tracked": np.int64(7)}, strict=False)
+    assert net.buffers()["1.num_batches_tracked"] == 7
+    with pytest.raises(gw.UsageError, match="1.num_batches_tracked is given as a int, not as a tensor"):
+        net.load_state_dict({"1.num_batches_tracked": 9}, strict=False)
+    assert net.buffers()["1.num_batches_tracked"] == 7
+    versioned = worker_of("torch").module("in_torch:Versioned")
+    state = versioned.state_dict()
+    assert state["_extra_state"] == {"version": 3}
+    versioned.load_state_dict({**state, "_extra_state": {"version": 4}})
+    assert versioned.state_dict()["_extra_state"] == {"version": 4}
+
+
 def test_r42_a_jax_pullback_of_an_eval_module_after_a_restart(torch_python: str) -> None:
     """The module is made anew with other parameters, so its forward must not be computed again for a pullback."""
     import jax

@@ -354,3 +354,36 @@ def test_verbs_about_state_act_on_the_module() -> None:
     assert base.training is True
     functional.load_state_dict({n: v * 0 for n, v in functional.state_dict().items()})
     assert all((v == 0).all() for v in values(base).values()) and base.generation == 1
+
+
+class Clamped(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.w = self.add_weight(shape=(4,), name="w", initializer="ones", dtype="float64")
+
+    def call(self, x: Any) -> Any:
+        self.w.assign(keras.ops.clip(self.w, -0.5, 0.5))
+        return x * self.w
+
+
+@COMPILE
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_module_that_assigns_to_its_parameter_is_refused(buffers: bool, compile: bool | None) -> None:
+    """In one process the value stays; here it would end with the call, and training would go another way."""
+    layer = Clamped()
+    layer.build((None, 4))
+    base = engine.program(layer, is_module=True)
+    site, leaves = site_of(
+        [base.parameters(), *([{}] if buffers else []), tf.constant(X)], training=True, compile=compile
+    )
+    with pytest.raises(UsageError, match="assigns to its parameter .*w when it is called"):
+        base.functional(buffers).run(site, (), leaves)
+    np.testing.assert_array_equal(layer.w, np.ones(4))
+
+
+def test_a_constraint_is_refused_for_only_a_keras_optimizer_would_apply_it() -> None:
+    layer = keras.layers.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.5), dtype="float64")
+    layer.build((None, 4))
+    base = engine.program(layer, is_module=True)
+    site, leaves = site_of([base.parameters(), tf.constant(X)], training=False)
+    with pytest.raises(UsageError, match=r"kernel has a constraint \(MaxNorm\)"):
+        base.functional(False).run(site, (), leaves)

@@ -304,9 +304,81 @@ def test_a_parameter_that_is_reached_in_another_way_is_refused() -> None:
         Pair(Hidden).gradients()
 
 
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            self.w.clamp_(-1.0, 1.0)
+        return x * self.w
+
+
+class Replaced(Clamped):
+    def forward(self, x: Any) -> Any:
+        self.w = nn.Parameter(self.w.detach().clamp(-1.0, 1.0))
+        return x * self.w
+
+
+@pytest.mark.parametrize("make", [Clamped, Replaced])
+def test_a_module_that_writes_to_its_parameter_is_refused_and_the_given_one_is_left(make: Any) -> None:
+    """In one process the write stays; here it would end with the call, and training would go another way."""
+    pair = Pair(make)
+    with pytest.raises(UsageError, match="writes to its parameter 'w'"):
+        pair.gradients()
+    site, leaves = pair.site(X)
+    with pytest.raises(UsageError, match="writes to its parameter 'w'"):
+        pair.program.run(site, (), leaves)
+    pair.assert_untouched()
+
+
+def test_an_embedding_that_renormalises_is_refused() -> None:
+    pair = Pair(lambda: nn.Embedding(5, 3, max_norm=0.1))
+    site, leaves = pair.site(torch.tensor([0, 4]))
+    with pytest.raises(UsageError, match="writes to its parameter 'weight'"):
+        pair.program.keep(site, (), leaves)
+
+
+class Cached(nn.Module):
+    """Computes its weight at the first call and keeps it, with its graph."""
+
+    def __init__(self, detach: bool = False) -> None:
+        super().__init__()
+        self.w, self.cached, self.detach = nn.Parameter(torch.rand(4)), None, detach
+
+    def forward(self, x: Any) -> Any:
+        before = 0.0 if self.cached is None else self.cached
+        now = x * self.w + before
+        self.cached = now.detach() if self.detach else now
+        return now
+
+
+def test_a_graph_that_is_kept_from_call_to_call_is_refused() -> None:
+    """Its part of the gradient belongs to what was given to an earlier call, and reached nobody."""
+    pair = Pair(Cached)
+    pair.gradients()
+    with pytest.raises(UsageError, match="depends on 'w' as it was given to an earlier call"):
+        pair.gradients()
+
+
+def test_a_value_that_is_kept_from_call_to_call_is_as_in_one_process() -> None:
+    pair = Pair(lambda: Cached(detach=True))
+    for _ in range(4):
+        (y, found), (wanted_y, wanted) = pair.gradients(), pair.local_gradients()
+        assert_equal([*y, *found], [*wanted_y, *wanted])
+
+
+def hooked() -> nn.Module:
+    net = nn.Linear(4, 4)
+    net.weight.register_hook(lambda g: 0.5 * g)
+    return net
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (hooked, "weight has a hook"),
         (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "compiled by TorchScript"),
         (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet"),
         (lambda: nn.DataParallel(nn.Linear(4, 4)), "copies its parameters to devices"),

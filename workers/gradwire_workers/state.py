@@ -6,9 +6,12 @@ import itertools
 import os
 from typing import Any, Callable, NamedTuple
 
+import numpy as np
+
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, flatten
+from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_workers import checkpoints
 from gradwire_workers.program import Optimizer, Program
 from gradwire_workers.selection import selected
@@ -91,7 +94,23 @@ class State:
         return self._verbs[verb](program, *args, **kwargs)
 
     def _load_state_dict(self, program: Program, state: dict[str, Any], strict: bool = True) -> None:
-        program.load_state_dict({name: self._engine.adopt(c) for name, c in state.items()}, strict)
+        new = {name: self._as_in_state(program, name, x) for name, x in state.items()}
+        program.load_state_dict(new, strict)
+
+    def _as_in_state(self, program: Program, name: str, x: Any) -> Any:
+        """A value of a state: a tensor, also from a numpy scalar; or whatever the module has there that is no tensor."""
+        if type(x) is Carrier:
+            return self._engine.adopt(x)
+        if isinstance(x, np.generic):
+            return self._engine.adopt(numpy_family.export(np.asarray(x)))
+        there = program.state_dict()
+        if name not in there or self._engine.is_tensor(there[name]):
+            raise UsageError(
+                f"nothing was loaded. {name} is given as a {type(x).__name__}, not as a tensor. Give an array of the dtype that "
+                "the module has"
+            )
+        structure, carriers = flatten(x, lambda y: type(y) is Carrier)
+        return fill(structure, [self._engine.adopt(c) for c in carriers])
 
     def _save(self, program: Program, path: str) -> None:
         state = program.state_dict()

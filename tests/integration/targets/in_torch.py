@@ -39,6 +39,20 @@ class Tied(nn.Module):
         return self.second(self.first(x * self.scale + self.offset).tanh())
 
 
+class Versioned(nn.Linear):
+    """A state that is not all tensors."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.version = 3
+
+    def get_extra_state(self):
+        return {"version": self.version}
+
+    def set_extra_state(self, state):
+        self.version = state["version"]
+
+
 def scripted():
     return torch.jit.script(nn.Sequential(nn.Linear(6, 4)))
 

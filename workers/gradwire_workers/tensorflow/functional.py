@@ -20,8 +20,11 @@ class WithParameters:
         self._module = module
 
     def __call__(self, call: Any, parameters: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        with substituted(_given("parameter", self._module.trainable(), parameters)):
-            return call(*args, **kwargs)
+        given = _given("parameter", self._module.trainable(), parameters)
+        with substituted(given):
+            result = call(*args, **kwargs)
+            _check_unwritten(given)
+            return result
 
 
 class WithBuffers:
@@ -39,8 +42,10 @@ class WithBuffers:
         **kwargs: Any,
     ) -> Any:
         moving = _given("buffer", self._module.rest(), buffers)
-        with substituted({**_given("parameter", self._module.trainable(), parameters), **moving}):
+        given = _given("parameter", self._module.trainable(), parameters)
+        with substituted({**given, **moving}):
             result = call(*args, **kwargs)
+            _check_unwritten(given)
             return result, {name: tf.identity(variable.value()) for name, (variable, _) in moving.items()}
 
 
@@ -57,7 +62,22 @@ def _given(kind: str, variables: Mapping[str, Any], values: Mapping[str, Any]) -
     }
 
 
+def _check_unwritten(given: Mapping[str, tuple[Any, Any]]) -> None:
+    """What the module assigns to a parameter would end with the call, and the caller's own stay as it was."""
+    for name, (variable, value) in given.items():
+        if variable.value() is not value:
+            raise UsageError(
+                f"this module assigns to its parameter {name} when it is called, and the caller, who owns it, would not see that. "
+                "Make it a variable that is not trainable, or let the worker own the parameters (Remote.optimizer)"
+            )
+
+
 def _checked(name: str, variable: Any, value: Any) -> Any:
+    if getattr(variable, "constraint", None) is not None and variable.trainable:
+        raise UsageError(
+            f"{name} has a constraint ({type(variable.constraint).__name__}), which a Keras optimizer applies after each step, and "
+            "the caller's would not. Let the worker own the parameters (Remote.optimizer), or make the layer without it"
+        )
     want = value_of(variable)
     have = tf.convert_to_tensor(value)
     if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:

@@ -29,6 +29,9 @@ __all__ = ["TorchFunctional"]
 # Runs an iterator without a Python instruction between, where an interrupt could come.
 _do: Callable[[Iterable[Any]], None] = deque(maxlen=0).extend
 
+_LOOKS = 3  # what is kept from call to call shows in the second; a look walks the graph
+_GIVEN = "_gradwire_given"  # the attribute of a parameter that was given: its name
+
 
 class _Places:
     """Where a module finds its tensors: the dicts of its parts. Tied parameters are in several places.
@@ -57,10 +60,12 @@ class _Places:
         parts = [part for (part, _), _ in given]
         own = [{key: part[key]} for (part, key), _ in given]
         new = [{key: x} for (_, key), x in given]
+        versions = [x._version for x in parameters.values()]
         modes = self._enter_mode()
         try:
             _do(map(dict.update, parts, new))
             result = function(*args, **kwargs)
+            self._check_unwritten(parameters, versions)
             for name in buffers:  # a module may assign its buffers instead of writing into them
                 part, key = self._buffers[name][0]
                 buffers[name] = part[key]
@@ -68,6 +73,17 @@ class _Places:
         finally:
             _do(map(dict.update, parts, own))
             _do(map(setattr, modes, repeat("training"), modes.values()))
+
+    def _check_unwritten(self, parameters: dict[str, Any], versions: Sequence[int]) -> None:
+        """What the module writes into a parameter would end with the call, and the caller's own stay as it was."""
+        for (name, x), version in zip(parameters.items(), versions):
+            part, key = self._parameters[name][0]
+            if x._version != version or part.get(key) is not x:
+                raise UsageError(
+                    f"this module writes to its parameter {name!r} when it is called (as nn.Embedding(max_norm=...) does), and "
+                    "the caller, who owns it, would not see that. Do it to the caller's parameters after each step, or let the "
+                    "worker own them (Remote.optimizer)"
+                )
 
     def _enter_mode(self) -> dict[Any, bool]:
         """The modes of all parts before that, if they have changed: parts may have modes of their own."""
@@ -163,9 +179,9 @@ def _as_came(x: Any, given: Any) -> Any:
 
 
 class _FunctionalFlat(TorchFlat):
-    """Looks whether gradients reach what was given, once for each tree and mode: ``seen`` has those that were looked at."""
+    """Looks whether gradients reach what was given, in the first calls of each tree and mode: ``seen`` counts them."""
 
-    def __init__(self, target: Any, site: WorkerSite, device: Any, seen: set[Any]) -> None:
+    def __init__(self, target: Any, site: WorkerSite, device: Any, seen: dict[Any, int]) -> None:
         super().__init__(target, site, device)
         self._own_parameters, self._seen = target.own_parameters, seen
         self.given_as_leaves = _parameter_count(site.structure)
@@ -173,10 +189,12 @@ class _FunctionalFlat(TorchFlat):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         results = super().__call__(*operands)
         key = (self._site.structure, self._site.training)
-        if torch.is_grad_enabled() and key not in self._seen:
+        if torch.is_grad_enabled() and self._seen.get(key, 0) < _LOOKS:
             args, _ = fill_call(self._site.structure, operands)
-            _check_reached(self._own_parameters(args), results)
-            self._seen.add(key)
+            leaves = own_leaves(results)
+            _check_reached(self._own_parameters(args), leaves)
+            _check_of_this_call(args[0], leaves)
+            self._seen[key] = self._seen.get(key, 0) + 1
         return results
 
 
@@ -187,9 +205,9 @@ def _parameter_count(structure: bytes) -> int:
     return len(args[0])
 
 
-def _check_reached(own: dict[str, Any], results: Sequence[Any]) -> None:
+def _check_reached(own: dict[str, Any], leaves: Sequence[Any]) -> None:
     """UsageError if the results depend on the module's own parameters where others were given."""
-    used = own_leaves(results)
+    used = {id(x) for x in leaves}
     names = [name for name, x in own.items() if id(x) in used]
     if names:
         raise UsageError(
@@ -197,6 +215,21 @@ def _check_reached(own: dict[str, Any], results: Sequence[Any]) -> None:
             "object), so parameters that are given would not be used there. Use self.<name> in its forward, or let the worker "
             "own the parameters"
         )
+
+
+def _check_of_this_call(given: dict[str, Any], leaves: Sequence[Any]) -> None:
+    """UsageError if the results depend on what was given to an earlier call: its gradient would be left out."""
+    now = {id(x) for x in given.values()}
+    earlier = [name for x in leaves if id(x) not in now and (name := getattr(x, _GIVEN, None))]
+    if earlier:
+        raise UsageError(
+            f"the result depends on {earlier[0]!r} as it was given to an earlier call: this module keeps a tensor with its graph "
+            "from call to call (a cached weight, a hidden state), and gradients through it would be lost. Detach what is kept, "
+            "or compute it in each forward"
+        )
+    for name, x in given.items():
+        if x.is_leaf and x.requires_grad:
+            setattr(x, _GIVEN, name)
 
 
 class TorchFunctional(TorchProgram):
@@ -211,7 +244,7 @@ class TorchFunctional(TorchProgram):
         self._base, self._mode = base, training
         super().__init__(module, base._device or torch.device("cpu"))
         self._target: Any = (_WithBuffers if buffers else _WithParameters)(module, training)
-        self._seen: set[Any] = set()
+        self._seen: dict[Any, int] = {}
 
     def trainable(self) -> list[Any]:
         """None: gradients go to the caller."""
@@ -267,6 +300,12 @@ def _check(module: Any) -> None:
         if isinstance(part, torch.nn.DataParallel):
             raise UsageError(
                 f"{what} copies its parameters to devices at each call. Use the module inside of it"
+            )
+    for name, x in module.named_parameters():
+        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"{name} has a hook (Tensor.register_hook or the like), which would not be called for the caller's parameter. "
+                "Register it there, on the parameter of the caller, and not in the factory"
             )
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         if torch.nn.parameter.is_lazy(x):

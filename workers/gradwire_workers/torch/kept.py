@@ -172,10 +172,10 @@ def _saved(results: Sequence[Any]) -> list[Any]:
     return found
 
 
-def own_leaves(results: Sequence[Any]) -> set[int]:
-    """The ids of the leaves that results depend on."""
+def own_leaves(results: Sequence[Any]) -> list[Any]:
+    """The leaves that results depend on."""
     variables = [getattr(node, "variable", None) for node in _nodes(results)]
-    return {id(x) for x in variables if x is not None}
+    return [x for x in variables if x is not None]
 
 
 def _nodes(results: Sequence[Any]) -> Iterator[Any]:
