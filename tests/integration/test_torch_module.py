@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import gradwire as gw
 
@@ -368,6 +369,37 @@ def test_what_cannot_be(pair: Any, worker_of: Workers) -> None:
         gw.torch.Module(p.remote, buffers="mine")
     with pytest.raises(gw.UsageError, match="compiled by TorchScript"):
         gw.torch.Module(torch_w.module("in_torch:scripted"))
+
+
+def test_a_hook_that_would_never_be_called_is_refused(pair: Any) -> None:
+    """Silence would be a feature extractor without features, or a pruned weight that no longer follows its parameter."""
+    net = pair().net
+    part = net.get_submodule("0")
+    for attempt in (
+        lambda: part.register_forward_hook(lambda *_: None),
+        lambda: part.register_forward_pre_hook(lambda *_: None),
+        lambda: part.register_full_backward_hook(lambda *_: None),
+        lambda: prune.l1_unstructured(part, "weight", 0.5),
+    ):
+        with pytest.raises(gw.UsageError, match="a hook here would never be called"):
+            attempt()
+    seen: list[Any] = []
+    net.register_forward_hook(lambda module, given, result: seen.append(result))
+    y = net(X)
+    assert seen == [y]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_mode_of_a_part_alone_is_refused(pair: Any, copied: bool) -> None:
+    """``net.encoder.eval()`` would go unheard: its BatchNorm would move and its dropout drop."""
+    net = pair(batch_norm=True).net
+    net = copy.deepcopy(net) if copied else net
+    net.get_submodule("1").eval()
+    with pytest.raises(gw.UsageError, match="part of this module is in evaluation mode and the whole is not"):
+        net(X)
+    net.eval()
+    y = net(X)
+    torch.testing.assert_close(net(X), y, rtol=0, atol=0)
 
 
 def test_reprs(pair: Any) -> None:

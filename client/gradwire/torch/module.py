@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Module"]
 
 
-class Module(Part):
+class Module(torch.nn.Module):
     """``net = gw.torch.Module(remote)``: an ordinary module, whose forward runs in the worker.
 
     Its parameters have the remote's names and begin with the remote's values; those frozen there do not require
@@ -67,10 +67,12 @@ class Module(Part):
             _register(places[alias], _at(places[name]))
         for name, x in explicit.items():
             places[name].part.register_buffer(places[name].key, x, persistent=name in has.persistent)
-        self.training = remote.training is not False
+        self._parts = tuple(part for part in self.modules() if isinstance(part, Part))
+        self.train(remote.training is not False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The remote's result at these arguments and this module's parameters."""
+        self._check_modes()
         parameters = {name: getattr(part, key) for name, (part, key, _) in self._parameter_places.items()}
         buffers = {name: getattr(part, key) for name, (part, key, _) in self._buffer_places.items()}
         given: tuple[Any, ...] = (parameters,)
@@ -91,10 +93,19 @@ class Module(Part):
         return result
 
     def train(self, mode: bool = True) -> Module:
-        """Training or evaluation mode, of the remote as well."""
+        """Training or evaluation mode, of the remote as well; of the whole, for parts have none of their own."""
         super().train(mode)
         self._remote.set_mode(mode)
         return self
+
+    def _check_modes(self) -> None:
+        """UsageError after ``net.part.eval()``, which would change nothing in the worker."""
+        mode = self.training
+        if any([part.training is not mode for part in self._parts]):
+            raise UsageError(
+                f"a part of this module is in {'evaluation' if mode else 'training'} mode and the whole is not: parts have no "
+                "modes of their own here. Use train() and eval() of the whole, or set the part's mode in the worker's own code"
+            )
 
     def extra_repr(self) -> str:
         return self._remote.remote.handle.name

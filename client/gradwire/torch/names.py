@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+
+from gradwire_wire.errors import UsageError
 
 __all__ = ["Place", "Part", "placed"]
 
 
 class Part(torch.nn.Module):
-    """Holds tensors, and parts; cannot be called."""
+    """Holds tensors, and parts; cannot be called. So hooks are refused, which would never be (pruning makes one, too)."""
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={tuple(x.shape)}" for name, x in self.named_parameters(recurse=False))
+
+    def _never_called(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "this part of a gradwire module only holds parameters: its forward runs in the worker, and a hook here would never "
+            "be called. Register it on the whole module, or in the factory that makes the module in the worker"
+        )
+
+    register_forward_pre_hook = _never_called
+    register_forward_hook = _never_called
+    register_full_backward_pre_hook = _never_called
+    register_full_backward_hook = _never_called
+    register_backward_hook = _never_called
 
 
 class Place(NamedTuple):
