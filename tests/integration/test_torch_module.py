@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 import gradwire as gw
 
@@ -379,7 +378,6 @@ def test_a_hook_that_would_never_be_called_is_refused(pair: Any) -> None:
         lambda: part.register_forward_hook(lambda *_: None),
         lambda: part.register_forward_pre_hook(lambda *_: None),
         lambda: part.register_full_backward_hook(lambda *_: None),
-        lambda: prune.l1_unstructured(part, "weight", 0.5),
     ):
         with pytest.raises(gw.UsageError, match="a hook here would never be called"):
             attempt()

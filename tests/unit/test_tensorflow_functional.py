@@ -375,7 +375,7 @@ def test_a_module_that_assigns_to_its_parameter_is_refused(buffers: bool, compil
     site, leaves = site_of(
         [base.parameters(), *([{}] if buffers else []), tf.constant(X)], training=True, compile=compile
     )
-    with pytest.raises(UsageError, match="assigns to its parameter .*w when it is called"):
+    with pytest.raises(UsageError, match=r"assigns to its parameter .*w when it is called"):
         base.functional(buffers).run(site, (), leaves)
     np.testing.assert_array_equal(layer.w, np.ones(4))
 
