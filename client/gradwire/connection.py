@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from gradwire.broker_link import BrokerLink, WorkerFacts
+from gradwire.broker_link import BrokerLink
 from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
 from gradwire.plans import Plan, Seen, Short, add, next_number, short_of, signature_of
 from gradwire.site import Outcome, Site
-from gradwire_wire import errors, messages, sockets
+from gradwire.worker_records import WorkerFacts
+from gradwire_wire import messages, sockets
 from gradwire_wire.chain import check_not_in_chain, serving
 from gradwire_wire.errors import (
     ClosedError,
@@ -33,7 +34,9 @@ from gradwire_wire.errors import (
     MemoryExhaustedError,
     ProtocolError,
     ResidualLostError,
+    UsageError,
     WorkerDiedError,
+    class_named,
     remote_error,
 )
 from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
@@ -107,7 +110,7 @@ class Connection:
         answer, descriptors = received
         if type(answer) is messages.Refused:
             close_all(descriptors)
-            raise _class_named(answer.kind)(answer.message)
+            raise class_named(answer.kind, ProtocolError)(answer.message)
         if (
             type(answer) is not messages.Welcome
             or len(descriptors) > 1
@@ -252,7 +255,7 @@ class Connection:
         try:
             plan = Plan(number, line, signature, self.exchange)
             frame = messages.pack(messages.Plan(*call, number, line.inlined, line.room))
-        except (ProtocolError, errors.UsageError):
+        except (ProtocolError, UsageError):
             plan = None
         if plan is not None and fits(line, len(frame)):
             with contextlib.suppress(TooLong):
@@ -607,14 +610,9 @@ def _without_frames(error: GradwireError) -> GradwireError:
 def _error_of(failed: Failed, worker: str) -> GradwireError:
     if failed.kind == "RemoteError":
         return remote_error(failed.type_name, failed.message, failed.traceback, worker)
-    cls = _class_named(failed.kind)
+    cls = class_named(failed.kind, ProtocolError)
     error = cls(f"{failed.message} (worker {worker!r})")
     error.retry_safe = False  # it was sent, and the remote code may have run before this happened
     if cls is ResidualLostError:
         error.recompute = failed.type_name == "recompute"  # type: ignore[attr-defined]
     return error
-
-
-def _class_named(kind: str) -> type[GradwireError]:
-    cls = getattr(errors, kind, None)
-    return cls if isinstance(cls, type) and issubclass(cls, GradwireError) else ProtocolError

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.connection import LOOK_MS, Connection, _class_named
+from gradwire.connection import LOOK_MS, Connection
 from gradwire.lines import Lines
 from gradwire_wire import messages, sockets
-from gradwire_wire.errors import ConnectError, DeadlineError, ProtocolError
+from gradwire_wire.errors import ConnectError, DeadlineError, ProtocolError, class_named
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.segments import Ledger
 
@@ -38,7 +38,7 @@ class FarConnection(Connection):
             raise
         self._lines.check_in(line)
         if type(answer) is messages.Refused:
-            raise _class_named(answer.kind)(answer.message)
+            raise class_named(answer.kind, ProtocolError)(answer.message)
         if type(answer) is not messages.Welcome or answer.incarnation != self.facts.incarnation:
             raise ProtocolError(f"unexpected answer to Hello: {answer!r:.80}")
 

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from gradwire.background import Background
-from gradwire.broker_link import WorkerSpec
 from gradwire.configuration import WorkerEntry
 from gradwire.orders import checked_spec, with_environment
+from gradwire.worker_records import WorkerSpec
 
 __all__ = ["spec_of", "start_together"]
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradwire.broker_link import WorkerSpec
+from gradwire.worker_records import WorkerSpec
 from gradwire_wire.control import FRAMEWORKS
 from gradwire_wire.errors import UsageError
 

@@ -7,11 +7,12 @@ the file loads are one object for all clients, with one training mode and one se
 
 from __future__ import annotations
 
-from gradwire.broker_link import BrokerLink, WorkerFacts, WorkerSpec
+from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
 from gradwire.families import barrier
 from gradwire.far import FarConnection
 from gradwire.worker import HANDSHAKE_S, Worker
+from gradwire.worker_records import WorkerFacts, WorkerSpec
 from gradwire_wire.control import Present
 from gradwire_wire.errors import GradwireError, UsageError
 from gradwire_wire.exchange import Memory

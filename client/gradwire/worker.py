@@ -9,12 +9,13 @@ import time
 from typing import Any
 
 from gradwire.background import Background
-from gradwire.broker_link import BrokerLink, WorkerFacts, WorkerSpec
+from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
 from gradwire.families import barrier, exported, is_leaf
 from gradwire.handle import Handle
 from gradwire.remote import Remote
 from gradwire.restarts import MOST_EARLY_ENDS, Restarts
+from gradwire.worker_records import WorkerFacts, WorkerSpec
 from gradwire_wire.errors import ClosedError, GradwireError, WorkerStartError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.structures import flatten, positional

@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import guards
 
 from gradwire.background import Background
-from gradwire.broker_link import BrokerLink, WorkerFacts
+from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
 from gradwire.handle import Handle
 from gradwire.remote import Remote, ShapeDtype
+from gradwire.worker_records import WorkerFacts
 from gradwire_wire.errors import GradwireError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.structures import positional

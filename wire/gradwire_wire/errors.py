@@ -40,6 +40,7 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "WorkerStartError",
+    "class_named",
     "remote_error",
     "shown",
 ]
@@ -190,6 +191,12 @@ def remote_error(type_name: str, message: str, traceback: str, worker: str) -> R
     if isinstance(error, SyntaxError):
         error.msg = str(error)  # which is what Python prints of one
     return error
+
+
+def class_named(kind: str, otherwise: type[GradwireError]) -> type[GradwireError]:
+    """The class of this page that a message names, and ``otherwise`` for any other name."""
+    cls = globals().get(kind)
+    return cls if isinstance(cls, type) and issubclass(cls, GradwireError) else otherwise
 
 
 def shown(value: object) -> str:

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwire.broker_link import BrokerLink, WorkerFacts
+from gradwire.broker_link import BrokerLink
 from gradwire.configuration import Configuration, WorkerEntry, read
 from gradwire.fleet import spec_of, start_together
 from gradwire.private_broker import Sharing
+from gradwire.worker_records import WorkerFacts
 from gradwire_wire.errors import ConnectError, UsageError
 from gradwire_wire.keys import server_key
 from gradwire_wire.rendezvous import find_cards

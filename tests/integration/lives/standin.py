@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import gradwire.private_broker
-from gradwire.broker_link import BrokerLink, WorkerFacts, WorkerSpec
+from gradwire.broker_link import BrokerLink
+from gradwire.worker_records import WorkerFacts, WorkerSpec
 
 ENGINE = """
 import os

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.broker_link import Death
+from gradwire.worker_records import Death
 from gradwire_wire.errors import ClosedError, ConnectError, WorkerStartError
 
 SLEEP = "import time; time.sleep(60)"
@@ -209,7 +209,7 @@ def test_a_closed_link_says_so_and_ends_its_workers(link: Any, worker: Callable[
     link.close()
     assert time.monotonic() - start < 5.0
     assert not any(map(runs, pids))
-    assert not link._thread.is_alive()
+    assert not link._channel.thread.is_alive
     with pytest.raises(ClosedError):
         worker()
 

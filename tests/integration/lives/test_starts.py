@@ -18,7 +18,8 @@ import pytest
 
 import gradwire.broker_link
 import gradwire.private_broker
-from gradwire.broker_link import BrokerLink, WorkerSpec
+from gradwire.broker_link import BrokerLink
+from gradwire.worker_records import WorkerSpec
 from gradwire_wire import control, sockets
 from gradwire_wire.errors import ConnectError, ForkedError, UsageError, WorkerStartError
 

@@ -150,10 +150,10 @@ _remotes: dict[Any, Any] = {}
 def remote_of(facts: list[Any], target: str) -> Any:
     """A proxy in this process of what another worker has."""
     from gradwire.background import Background
-    from gradwire.broker_link import WorkerFacts
     from gradwire.connection import Connection
     from gradwire.handle import Handle
     from gradwire.remote import Remote
+    from gradwire.worker_records import WorkerFacts
     from gradwire_wire.exchange import Memory
     from gradwire_wire.structures import positional
 
