@@ -70,9 +70,10 @@ class Program:
             **popen.pop("env", {}),
         }
         options = popen.pop("options", [])
-        (folder / "program.py").write_text(code)
-        arguments = {"file": [str(folder / "program.py")], "-c": ["-c", code], "stdin": ["-"]}[how]
-        stdin = open(folder / "program.py") if how == "stdin" else subprocess.DEVNULL  # noqa: SIM115
+        path = folder / f"{self.mark}.py"  # of its own: another one may be about to read its file
+        path.write_text(code)
+        arguments = {"file": [str(path)], "-c": ["-c", code], "stdin": ["-"]}[how]
+        stdin = open(path) if how == "stdin" else subprocess.DEVNULL  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *options, *arguments],
             env=environment,
