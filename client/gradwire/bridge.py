@@ -220,7 +220,7 @@ class Bridge:
         Chrome trace events: spans here (convert, lend, send, wait, take), on the way, and in the worker (take, compute,
         reply), joined by arrows. All threads, all workers, those started meanwhile as well. capacity: how many messages
         are kept at each end, the latest; the file says how many earlier ones are missing. A worker that died loses its
-        own spans only. Costs some ten microseconds a call, and nothing while there is no trace. UsageError where the file
+        own spans only. Costs some tens of microseconds a call, and nothing while there is no trace. UsageError where the file
         cannot be written, or a trace of this bridge is going on.
         """
         from gradwire.trace import Trace

@@ -76,7 +76,7 @@ def _facts(results: Mapping[str, Any]) -> Iterator[str]:
         f"worker: {worker.get('framework')} {worker.get('version')}, Python {worker.get('python')}, "
         f"{worker.get('threads')} threads, tensors by {worker.get('carried_by')}"
     )
-    yield "µs; the parts are medians of traced calls, which take a little longer; in order of time but for convert"
+    yield "µs; the parts are medians of traced calls, which take some tens of µs longer; in order of time but for convert"
 
 
 def _work_rows(results: Mapping[str, Any], name: str) -> list[list[str]]:
