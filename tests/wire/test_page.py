@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from gradwire_wire.page import (
 )
 from gradwire_wire.segments import OwnSegment
 from gradwire_wire.sockets import Again, Unreachable
-from gradwire_wire.spin import MAX_PAUSE, Spin
+from gradwire_wire.spin import Spin
 
 pytestmark = pytest.mark.skipif(not page.can_page(), reason="pages are for x86")
 
@@ -38,6 +37,7 @@ def make_ends(timeout_ms: int = 50) -> tuple[ClientPage, WorkerPage]:
     worker = received_page_lane(theirs.detach(), os.dup(segment.fd))
     segment.close()
     assert worker is not None
+    client._spin.took(0.0, False)  # so that it looks for its answers, and shows its calls
     return client, worker
 
 
@@ -59,20 +59,43 @@ def show(end: ClientPage | WorkerPage, text: bytes) -> None:
     end.send_short_nowait(len(text))
 
 
+def polled(worker: WorkerPage) -> object:
+    """What a poller finds, which comes again as long as anything is in the socket."""
+    while (received := worker.receive_nowait()) is None:
+        worker._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return received
+
+
 def look(end: ClientPage | WorkerPage, received: object) -> bytes:
     assert type(received) is int, received
     return bytes(end.incoming[:received])
 
 
-@pytest.mark.parametrize("nbytes", [1, 64, 5000, HALF])
-def test_there_and_back(nbytes: int, ends: tuple[ClientPage, WorkerPage]) -> None:
+@pytest.mark.parametrize("way", ["shown", "packets", "both"])
+@pytest.mark.parametrize("nbytes", [2, 64, 5000, page.PACKET, page.PACKET + 1, HALF])
+def test_there_and_back(nbytes: int, way: str, ends: tuple[ClientPage, WorkerPage]) -> None:
     client, worker = ends
-    for _ in range(3):
-        frame = os.urandom(nbytes)
+    for i in range(6):
+        if way != "shown":
+            client._spin = Spin(0, 1.0)
+            client._spin.took(0.0 if way == "both" and i % 2 else 2.0, False)
+        frame = b"\1" + os.urandom(nbytes - 1)
         show(client, frame)
         assert look(worker, worker.receive_nowait()) == frame and worker.receive_nowait() is None
-        show(worker, frame[::-1])
-        assert look(client, client.receive()) == frame[::-1]
+        show(worker, b"\2" + frame[1:])
+        assert look(client, client.receive()) == b"\2" + frame[1:]
+
+
+def test_a_packet_is_answered_by_the_page_where_the_answer_is_long(
+    ends: tuple[ClientPage, WorkerPage],
+) -> None:
+    client, worker = ends
+    for _ in range(3):
+        client._spin = Spin(0, 1.0)
+        show(client, b"\1little")
+        assert look(worker, worker.receive_nowait()) == b"\1little"
+        show(worker, b"\2" * (page.PACKET + 1))
+        assert look(client, client.receive()) == b"\2" * (page.PACKET + 1)
 
 
 def test_messages_go_by_the_socket_between_short_frames(ends: tuple[ClientPage, WorkerPage]) -> None:
@@ -138,15 +161,15 @@ def test_a_late_answer_is_found_without_waiting(ends: tuple[ClientPage, WorkerPa
     with pytest.raises(Again):
         client.receive()
     assert client.receive_nowait() is None
-    worker.receive_nowait()
+    polled(worker)
     show(worker, b"\2late")
     assert look(client, client.receive_nowait()) == b"\2late"
     show(client, b"\1two")
-    worker.receive_nowait()
+    polled(worker)
     worker.send_nowait([b"\x90late"])
     assert client.receive_nowait() == [b"\x90late"]
     show(client, b"\1three")
-    assert look(worker, worker.receive_nowait()) == b"\1three"
+    assert look(worker, polled(worker)) == b"\1three"
     show(worker, b"\2three")
     assert look(client, client.receive()) == b"\2three"
 
@@ -248,10 +271,12 @@ class Model(RuleBasedStateMachine):
         except BlockingIOError:
             return False
 
-    @rule()
+    @rule(is_shown=st.booleans())
     @precondition(lambda self: not self.is_called)
-    def call(self) -> None:
+    def call(self, is_shown: bool) -> None:
         self.number += 1
+        self.client._spin = Spin(page.ROUND, 1.0)
+        self.client._spin.took(0.0 if is_shown else 2.0, False)
         self.is_called = True
         show(self.client, b"\1%d" % self.number)
 
@@ -293,8 +318,7 @@ class Model(RuleBasedStateMachine):
     @rule(looks=st.sampled_from([0, page.ROUND]), waits=st.booleans())
     @precondition(lambda self: self.is_called)
     def client_looks(self, looks: int, waits: bool) -> None:
-        self.client._spin = Spin(looks, 1.0)
-        self.client._spin.slept(0.0)
+        self.client._looks = looks
         try:
             received = self.client.receive() if waits else self.client.receive_nowait()
         except Again:
@@ -329,10 +353,10 @@ try:
     while True:
         poller.poll()
         received = lane.receive_nowait()
-        while received is not None:
+        while received:
             lane.outgoing[:received] = lane.incoming[:received]
             lane.send_short_nowait(received)
-            received = lane.next() if lane.is_next_here() else None
+            received = lane.next() if lane.is_next_here() else 0
 except sockets.Unreachable:
     pass
 """
@@ -348,7 +372,7 @@ def test_many_calls_between_two_processes() -> None:
     segment.close()
     late, slowest = 0, 0.0
     for i in range(calls):
-        frame = i.to_bytes(8, "little") * (1 + i % 40)
+        frame = b"\1" + i.to_bytes(8, "little") * (1 + i % 40)
         start = time.perf_counter()
         show(client, frame)
         while True:
@@ -391,42 +415,46 @@ def test_a_worker_that_is_killed_is_noticed() -> None:
 # ---- When to look ----------------------------------------------------------------------------------------------------------
 
 
+def simulate(spin: Spin, waits: int, sleeping_s: float, looking_s: float) -> float:
+    """The share of so many waits that were spent looking."""
+    looked = 0
+    for _ in range(waits):
+        is_looking = spin.looks() > 0
+        looked += is_looking
+        spin.took(looking_s if is_looking else sleeping_s, is_looking)
+    return looked / waits
+
+
 def test_looking_begins_after_a_short_wait_only() -> None:
-    spin = Spin(100, 1e-4)
+    spin = Spin(1000, 1e-4)
     assert spin.looks() == 0
-    spin.slept(1e-3)
-    assert spin.looks() == 0
-    spin.slept(1e-5)
-    assert spin.looks() == 100
-    spin.found()
-    assert spin.looks() == 100
+    assert simulate(spin, 1000, 1e-3, 1e-5) == 0
+    simulate(spin, 100, 1e-5, 1e-6)
+    assert simulate(spin, 100, 1e-5, 1e-6) > 0.9
 
 
-def test_looking_in_vain_is_paid_for_ever_more_rarely() -> None:
-    spin, looked = Spin(100, 1e-4), []
-    spin.slept(1e-5)
-    for i in range(5000):
-        if spin.looks():
-            looked.append(i)
-            spin.missed()
-        spin.slept(1e-5)
-    gaps = [b - a for a, b in itertools.pairwise(looked)]
-    assert gaps[:5] == [2, 4, 8, 16, 32] and gaps[-1] == MAX_PAUSE + 1 and len(looked) < 16
+def test_it_goes_on_as_long_as_it_pays() -> None:
+    assert simulate(Spin(1000, 2e-4), 2000, 1e-4, 3e-5) > 0.98
 
 
-def test_it_recovers_once_looking_pays_again() -> None:
-    spin = Spin(100, 1e-4)
-    spin.slept(1e-5)
-    for _ in range(20):
-        if spin.looks():
-            spin.missed()
-    while not spin.looks():
-        spin.slept(1e-5)
-    for _ in range(12):
-        spin.found()
-        assert spin.looks()
-    spin.missed()
-    waits = 0
-    while not spin.looks():
-        waits += 1
-    assert waits == 1
+@pytest.mark.parametrize("looking_s", [9e-5, 1e-4, 3e-4])
+def test_in_vain_it_becomes_rare(looking_s: float) -> None:
+    spin = Spin(1000, 2e-4)
+    simulate(spin, 10_000, 1e-4, looking_s)
+    assert simulate(spin, 20_000, 1e-4, looking_s) < 0.01
+
+
+def test_it_changes_with_the_times() -> None:
+    spin = Spin(1000, 2e-4)
+    for _ in range(3):
+        simulate(spin, 20_000, 1e-4, 3e-5)
+        assert simulate(spin, 1000, 1e-4, 3e-5) > 0.95
+        simulate(spin, 20_000, 1e-4, 2e-4)
+        assert simulate(spin, 1000, 1e-4, 2e-4) < 0.05
+
+
+def test_one_outlier_decides_nothing() -> None:
+    spin = Spin(1000, 2e-4)
+    simulate(spin, 1000, 1e-4, 2e-5)
+    spin.took(5.0, True)
+    assert simulate(spin, 1000, 1e-4, 2e-5) > 0.9

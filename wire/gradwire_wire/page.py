@@ -12,6 +12,10 @@ A sender writes the frame, then its word, and rings (a packet of one zero byte b
 awake. A receiver that is awake looks at the word again and again; before it sleeps in a poll or receive, it is
 not awake any more and looks once more. All other frames, and the end of the peer, come by the socket as on any lane.
 
+Whether to look is the client's decision (spin.py). A worker looks for the next call of a client that looks, if it
+has come soon of late. A client that will not look for its answer sends short calls of some KiB as packets too, as on a lane without a
+page, and is answered in kind: a frame and a bell cost more than a packet. Short calls are counted either way.
+
 Order of memory. This is for x86 alone, where loads are in order, stores are in order, and a store of eight
 aligned bytes is whole; CPython makes one of an item assignment to a memoryview of 'Q', and copies arrays by plain stores
 (glibc fences its non-temporal ones). So whoever sees the word sees the frame. The one thing that x86 reorders is a
@@ -37,15 +41,15 @@ import os
 import platform
 import socket
 import threading
-import time
 from itertools import repeat
 from os import sched_yield
+from time import perf_counter
 from typing import Any, Sequence
 
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
 from gradwire_wire.lane import NOWAIT, Lane, socket_of
 from gradwire_wire.segments import OwnSegment, SharedPage
-from gradwire_wire.sockets import Again, Unreachable
+from gradwire_wire.sockets import LONG, Again, Unreachable
 from gradwire_wire.spin import Spin
 
 __all__ = [
@@ -63,12 +67,14 @@ WORDS, HALF = 4096, 256 << 10
 PAGE_NBYTES = WORDS + 2 * HALF
 REQUEST, ANSWER, WORKER_AWAKE, CLIENT_AWAKE = 0, 8, 16, 24
 BELL = b"\0"
+PACKET = 16 << 10
+"""Bytes of a short frame that may as well be a packet."""
 COUNT_BITS = 24
 COUNT = (1 << COUNT_BITS) - 1
 ROUND = 200
 """Looks (40 ns each) between two at which other threads of this process may run."""
 CLIENT_LOOKS, CLIENT_NEAR_S = 6000, 300e-6
-WORKER_LOOKS, WORKER_NEAR_S = 1500, 200e-6
+WORKER_LOOKS, WORKER_NEAR_S = 1600, 250e-6
 
 
 def can_page() -> bool:
@@ -85,9 +91,7 @@ class PageLane(Lane):
     room, inlined = HALF, HALF
     _out, _in, _mine, _theirs = REQUEST, ANSWER, CLIENT_AWAKE, WORKER_AWAKE
 
-    def __init__(
-        self, sock: socket.socket, page: SharedPage, spin: Spin, receive_timeout_ms: int = 0
-    ) -> None:
+    def __init__(self, sock: socket.socket, page: SharedPage, receive_timeout_ms: int = 0) -> None:
         super().__init__(sock, receive_timeout_ms)
         memory = page.memory
         halves = memory[WORDS : WORDS + HALF], memory[WORDS + HALF :]
@@ -97,7 +101,7 @@ class PageLane(Lane):
         self._seen = 0  # (not what is there: the client may have called before this end was made)
         self._number = 0
         self._fence = threading.Lock()
-        self._spin, self._has_processors = spin, len(os.sched_getaffinity(0)) >= 2
+        self._has_processors = len(os.sched_getaffinity(0)) >= 2
         self._sent_at = 0.0
         self.is_awake = False
 
@@ -127,10 +131,8 @@ class PageLane(Lane):
         for _ in range(looks // ROUND):
             for _ in repeat(None, ROUND):
                 if words[place] != seen:
-                    self._spin.found()
                     return True
             sched_yield()
-        self._spin.missed()
         return False
 
     def leave_off(self) -> bool:
@@ -149,41 +151,57 @@ class PageLane(Lane):
             raise Unreachable("the peer shows a frame longer than its half of the page")
         return word >> COUNT_BITS, word & COUNT
 
-    def _packet_or_bell(self, flags: int) -> list[bytes] | None:
-        """The next frame by the socket; None for the bell. Again after the timeout, Unreachable once the peer is gone."""
-        count = self._receive_into(self._packet, flags)
-        return None if count == 1 and self._packet[0] == 0 else [bytes(self._packet[:count])]
+    def _packet_or_bell(self, flags: int) -> list[bytes] | int | None:
+        """The next frame by the socket; the length of a short one, which is put where it belongs; None for the bell.
+
+        Again after the timeout, Unreachable once the peer is gone.
+        """
+        packet = self._packet
+        count = self._receive_into(packet, flags)
+        if packet[0] >= LONG:
+            return [bytes(packet[:count])]
+        if count == 1:
+            return None
+        self.incoming[:count] = packet[:count]
+        return count
 
 
 class ClientPage(PageLane):
     """The client's end. ``is_alone``: whether no other call of this process is in flight: only then it looks."""
 
     def __init__(self, sock: socket.socket, page: SharedPage, receive_timeout_ms: int) -> None:
-        super().__init__(sock, page, Spin(CLIENT_LOOKS, CLIENT_NEAR_S), receive_timeout_ms)
-        self._is_short = False
+        super().__init__(sock, page, receive_timeout_ms)
+        self._spin = Spin(CLIENT_LOOKS, CLIENT_NEAR_S)
+        self._is_short, self._looks = False, 0
 
     def send_short_nowait(self, nbytes: int) -> None:
-        """Show the short call that lies in ``outgoing``. Unreachable where the worker is gone and was asleep."""
+        """Send or show the short call that lies in ``outgoing``. Unreachable where the worker is gone and was asleep."""
         self._is_short = True
         self._number += 1
         self._seen = self._words[ANSWER]
-        self._show(nbytes)
+        self._looks = self._spin.looks() if self.is_alone and self._has_processors else 0
+        self._sent_at = perf_counter()
+        if self._looks or nbytes > PACKET:
+            self._show(nbytes)
+        else:
+            self._send(self.outgoing[:nbytes])
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
         """Send a message by the socket. See `Lane.send_nowait`."""
-        self._is_short = False
+        self._is_short, self._looks = False, 0
         super().send_nowait(frames)
 
     def receive(self) -> list[bytes] | int:
         """See `Lane.receive`."""
-        if self._is_short:
-            looks = self._spin.looks() if self.is_alone and self._has_processors else 0
-            if (looks and self._look(looks)) or self.leave_off():
-                return self._answer()
-        return self._sleep()
+        if not self._is_short:
+            return self._sleep()
+        looks, self._looks = self._looks, 0
+        is_here = (looks and self._look(looks)) or self.leave_off()
+        received = self._answer() if is_here else self._sleep()
+        self._spin.took(perf_counter() - self._sent_at, looks > 0)
+        return received
 
     def _sleep(self) -> list[bytes] | int:
-        start = time.perf_counter()
         while True:
             try:
                 received = self._packet_or_bell(0)
@@ -192,8 +210,8 @@ class ClientPage(PageLane):
                     self._ring_again()
                     raise
                 received = None
-            self._spin.slept(time.perf_counter() - start)
             if received is not None:
+                self._is_short = False
                 return received
             if self._is_short and self._words[ANSWER] != self._seen:
                 return self._answer()
@@ -216,6 +234,7 @@ class ClientPage(PageLane):
             while True:
                 received = self._packet_or_bell(NOWAIT)
                 if received is not None:
+                    self._is_short = False
                     return received
         except Again:
             pass
@@ -229,42 +248,58 @@ class ClientPage(PageLane):
 
 
 class WorkerPage(PageLane):
-    """The worker's end: in a poller with others. It looks for the next call between two polls, if that is worth it."""
+    """The worker's end: in a poller with others. It looks for the next call between two polls, if that is worth it.
+
+    was_packet: whether the last call came as a packet: then its client does not look either.
+    """
 
     _out, _in, _mine, _theirs = ANSWER, REQUEST, WORKER_AWAKE, CLIENT_AWAKE
 
     def __init__(self, sock: socket.socket, page: SharedPage) -> None:
-        super().__init__(sock, page, Spin(WORKER_LOOKS, WORKER_NEAR_S))
+        super().__init__(sock, page)
+        self.was_packet = False
+        self._gap_s = 1.5 * WORKER_NEAR_S
 
     def send_short_nowait(self, nbytes: int) -> None:
-        """Show the short answer that lies in ``outgoing``. Unreachable where the client is gone and was asleep."""
-        self._show(nbytes)
-        self._sent_at = time.perf_counter()
+        """Answer by the short frame in ``outgoing``, as the call came. Unreachable where the client is gone and was asleep."""
+        if self.was_packet and nbytes <= PACKET:
+            self._send(self.outgoing[:nbytes])
+        else:
+            self._show(nbytes)
+        self._sent_at = perf_counter()
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
         """Send an answer by the socket, and say so to a client that looks at the page. See `Lane.send_nowait`."""
         self._words[ANSWER] = self._number << COUNT_BITS
         super().send_nowait(frames)
-        self._sent_at = time.perf_counter()
+        self._sent_at = perf_counter()
 
     def is_next_here(self) -> bool:
         """Look for the next call for a while, if it may come soon; then leave off."""
-        looks = self._spin.looks() if self._has_processors else 0
-        return (looks > 0 and self._look(looks)) or self.leave_off()
+        is_worth_it = self._gap_s <= WORKER_NEAR_S and self._has_processors and not self.was_packet
+        return (is_worth_it and self._look(WORKER_LOOKS)) or self.leave_off()
 
     def next(self) -> int:
         """The length of the short call that was seen."""
+        self.was_packet = False
         self._number, nbytes = self._take()
+        self._note_gap()
         return nbytes
+
+    def _note_gap(self) -> None:
+        gap_s = min(perf_counter() - self._sent_at, 1.5 * WORKER_NEAR_S)
+        self._gap_s += (gap_s - self._gap_s) / 4
 
     def receive_nowait(self) -> list[bytes] | int | None:
         """See `Lane.receive_nowait`: what the poller has seen, a message or the bell."""
-        if not self.is_awake:
-            self._spin.slept(time.perf_counter() - self._sent_at)
         try:
             received = self._packet_or_bell(NOWAIT)
         except Again:
             received = None
+        if type(received) is int:
+            self.was_packet = True
+            self._number += 1
+            self._note_gap()
         if received is not None:
             return received
         return self.next() if self._words[REQUEST] != self._seen else None

@@ -73,7 +73,7 @@ RESIDUAL_BYTES = 512 << 20
 SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
 MAX_DEALERS = 1024
 TURN_S = 500e-6
-IN_ROW = 3
+IN_ROW = 2
 
 
 class Session:
@@ -191,7 +191,7 @@ class Desk:
             self._latest, self._in_row = lane, 0
             return
         self._in_row += 1
-        if self._in_row >= IN_ROW and type(lane) is WorkerPage:
+        if type(lane) is WorkerPage and self._in_row >= IN_ROW and not lane.was_packet:
             self._awake = (lane, session)
 
     # -- clients come and go ---------------------------------------------------------------------
