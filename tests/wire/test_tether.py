@@ -175,7 +175,10 @@ def test_no_descriptor_left_to_receive_loses_nothing(raw: tuple[socket.socket, T
     fds = [os.memfd_create("gradwire-test") for _ in range(2)]
     one.sendmsg([pack(Segment(1, 2))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(fds) + 3, hard))
+    room = [os.dup(0) for _ in range(3)]  # for what is received, and for the look whether it fits
+    for fd in room:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(room) + 1, hard))
     fillers = []
     try:
         while True:
