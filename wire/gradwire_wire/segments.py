@@ -116,9 +116,11 @@ def _memory_file(name: str, nbytes: int, folder: str | None) -> tuple[int, str]:
             fd = _create_memfd(name) if is_memfd else _nameless_file(folder)
             os.ftruncate(fd, nbytes)
             return fd, "; ".join(reasons)
-        except (AttributeError, OSError) as error:
+        except (AttributeError, OSError, OverflowError) as error:
             if fd >= 0:
                 os.close(fd)
+            if isinstance(error, OverflowError):
+                raise
             if getattr(error, "errno", None) in _SHORT:
                 raise MemoryExhaustedError(f"no further shared memory can be opened: {error}") from error
             reasons.append(f"no {'memfd' if is_memfd else 'file'}: {error}")
