@@ -348,7 +348,7 @@ class Remote:
         return site
 
     def _exported(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: bool = False
     ) -> tuple[Site, str, list[Carrier]]:
         if self._options.is_seed_traced:
             raise UsageError(
@@ -356,7 +356,7 @@ class Remote:
             )
         structure, leaves = self._flatten(args, kwargs)
         family = family_of_call(leaves, structure, self._options.family)
-        return self._site(structure, **overrides), family, exported(leaves, structure)
+        return self._plain_site(structure, accumulate), family, exported(leaves, structure)
 
 
 class Optimizer:
