@@ -6,6 +6,7 @@
 #   make test     every test                                 (under 12 min on 2 cores)
 #   make fuzz     ten minutes of wrong bytes at every door
 #   make soak     half an hour of calls while workers are killed
+#   make soak-page   ten million calls through one page: none lost, torn or late (some minutes)
 #   make bench    what the boundary costs on this machine (minutes; let it idle)
 #   make bench-peers    the same work through other systems, each in an environment of its own (GB, the first time)
 #   make format   rewrite the sources as `make check` wants them
@@ -22,7 +23,7 @@ MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
 # pytest runs this many processes; each test file runs whole in one of them
 PROCESSES ?= 2
 
-.PHONY: help setup demo test check lint fuzz soak bench bench-peers format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo \
+.PHONY: help setup demo test check lint fuzz soak soak-page bench bench-peers format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo \
         .envs/sentences .envs/jax-oldest .envs/jax-newest
 
 help:
@@ -96,6 +97,9 @@ lint: .venv
 
 fuzz: .venv
 	GRADWIRE_FUZZ_S=600 .venv/bin/python -m pytest -s tests/fuzz
+
+soak-page: .venv
+	GRADWIRE_PAGE_CALLS=10000000 .venv/bin/python -m pytest -q tests/wire/test_page.py -k many_calls
 
 soak: .venv
 	.venv/bin/python tests/integration/soak.py
