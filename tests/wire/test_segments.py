@@ -110,6 +110,51 @@ def test_a_private_copy_does_not_outlive_its_lease(
         ledger.clear(1)
 
 
+def by_numpy(view: np.ndarray) -> None:
+    view[12345] = -1
+
+
+def by_the_kernel(view: np.ndarray) -> None:
+    """read(2) into the view's memory."""
+    with open("/dev/zero", "rb", buffering=0) as zeros:
+        zeros.readinto(view[5000:5001])  # type: ignore[arg-type]
+
+
+def by_another_thread(view: np.ndarray) -> None:
+    thread = threading.Thread(target=by_numpy, args=(view,))
+    thread.start()
+    thread.join()
+
+
+def by_madvise(view: np.ndarray) -> None:
+    """Private copies that nobody wrote anything into."""
+    address = view.ctypes.data & -PAGE
+    assert not segments._madvise(address, view.nbytes, segments.MADV_POPULATE_WRITE)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_the_kernel, by_another_thread, by_madvise])
+def test_a_private_copy_of_a_large_slot_does_not_outlive_its_lease(
+    write: Callable[[np.ndarray], None], ledger: Ledger
+) -> None:
+    """Its pages are looked at only if there was a page fault."""
+    own = OwnSegment(9, 4 * MIB)
+    foreign = ForeignSegment(os.dup(own.fd), own.nbytes)
+    foreign.map()
+    count = own.nbytes // 4
+    mine = own.array((count,), "f4", 0)
+    for round in range(4):
+        mine[:] = round
+        view = lease(foreign, ledger, 0, count)
+        assert (view == round).all(), "the next tenant's data is hidden by a private copy"
+        if round % 2:
+            write(view)
+        del view
+        assert marked(ledger) and not foreign.is_changed(0, own.nbytes)
+        ledger.clear(1)
+    own.close()
+    foreign.close()
+
+
 def test_strides_scalars_and_types(own: OwnSegment, foreign: ForeignSegment, ledger: Ledger) -> None:
     own.array((6,), "i2", 0)[:] = np.arange(6)
     view = foreign.view((3, 2), "i2", (2, 6), Lease(foreign, 0, 12, 1, ledger, True))

@@ -17,7 +17,8 @@ Two rules keep that right.
    a small shared page of bytes. The owner looks there before it reuses the slot. No message and no
    lock: a finalizer runs in any thread, in the middle of anything.
 2. *A private copy must not outlive its lease*, or it would hide the next tenant's data. Before the
-   byte is stored, ``/proc/self/pagemap`` tells whether pages of the slot were privately copied (2-3 µs);
+   byte is stored, ``/proc/self/pagemap`` tells whether pages of the slot were privately copied (2-3 µs; of large
+   slots, whose pages are many, only if this process had a page fault since: every private copy begins with one);
    they are dropped with MADV_DONTNEED. Slots are whole pages, so no two leases share one.
 
 Order of memory: the borrower's loads of the tensor come before its store of the byte in program
@@ -49,6 +50,7 @@ import stat
 import sys
 import weakref
 from functools import lru_cache
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, Sequence
 
 import numpy as np
@@ -101,6 +103,8 @@ class SharingUnavailableError(Exception):
 
 
 F_SEAL_SEAL = 1
+LARGE = 1 << 20
+"""Bytes from which on it is cheaper to ask whether any page fault happened than to look at every page."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -382,8 +386,13 @@ class ForeignSegment(_Descriptor):
             rest = rest[count:]
         return made
 
-    def is_changed(self, offset: int, nbytes: int) -> bool:
-        """Whether any page of the range was privately written (True where that cannot be known)."""
+    def is_changed(self, offset: int, nbytes: int, faults: int = -1) -> bool:
+        """Whether any page of the range was privately written (True where that cannot be known).
+
+        faults: the page faults this process had had when the range was as its owner wrote it, if known.
+        """
+        if faults >= 0 and faults == _page_faults():
+            return False
         return _has_private_pages(self.address + offset, nbytes)
 
     def end_lease(self, lease: Lease) -> None:
@@ -394,7 +403,7 @@ class ForeignSegment(_Descriptor):
         if _leaving or self._pid != _getpid():
             return
         offset, nbytes = lease.offset, lease.nbytes
-        if self.is_sealed and _has_private_pages(self.address + offset, nbytes):
+        if self.is_sealed and self.is_changed(offset, nbytes, lease.faults):
             start = offset & -PAGE
             if _madvise(self.address + start, offset + nbytes - start, MADV_DONTNEED):
                 return
@@ -414,15 +423,17 @@ class Lease:
     """Held by views: the range of a foreign segment is ours until the last alias is gone.
 
     owned: the owner made this copy for us and will not write it; False for memory passed by reference.
+    faults: the page faults of this process when it began; -1 where looking at the pages is cheap enough.
     """
 
-    __slots__ = ("is_over", "ledger", "loan", "nbytes", "offset", "owned", "segment")
+    __slots__ = ("faults", "is_over", "ledger", "loan", "nbytes", "offset", "owned", "segment")
 
     def __init__(
         self, segment: ForeignSegment, offset: int, nbytes: int, loan: int, ledger: Ledger, owned: bool
     ) -> None:
         self.segment, self.offset, self.nbytes, self.loan, self.ledger = segment, offset, nbytes, loan, ledger
         self.owned, self.is_over = owned, False
+        self.faults = _page_faults() if nbytes >= LARGE else -1
         segment.leases[loan] = (offset, nbytes)
 
     def __del__(self) -> None:
@@ -464,6 +475,16 @@ def holder_of(array: np.ndarray) -> Any:
     while isinstance(base, np.ndarray):
         base = base.base
     return base.held if isinstance(base, _Held) else None
+
+
+def _page_faults() -> int:
+    """How many page faults this process has had. A private copy of a page begins with one, whoever writes it.
+
+    (The kernel's own writes for a system call too. Only another process that writes into this one, as a debugger
+    does, has the fault instead.)
+    """
+    usage = getrusage(RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
 
 
 def _has_private_pages(address: int, nbytes: int) -> bool:
