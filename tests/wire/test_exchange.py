@@ -1205,3 +1205,24 @@ def test_an_interrupt_right_after_a_segment_was_announced(
     (y,) = one.send(full(2))
     other.exchange.receive_segments()
     assert (y == 2).all() and one.settle() == 1
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 16 << 20])
+@pytest.mark.parametrize("places", [[0], [-1], [1234567 % (1 << 20)], []])
+def test_what_was_written_to_much_memory_is_never_seen_again(
+    nbytes: int, places: list[int], pair: Pair
+) -> None:
+    """Large loans are only looked at page by page where there was a page fault; each write makes one."""
+    one, other = pair
+    for round in range(6):
+        x = np.full(nbytes, round, np.uint8)
+        (y,) = one.send(x)
+        assert (y == round).all()
+        for place in places:
+            y[place] = 255
+        if round % 2:
+            (back,) = other.send(y)  # passed on by reference only if it is as it was
+            assert (back == y).all()
+            del back
+        del y
+        gc.collect()

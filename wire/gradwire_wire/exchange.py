@@ -302,7 +302,7 @@ class Exchange:
             segment, flags = holder.slot.segment, 0
         else:  # a lease on another process's slot: passed on, unless it was or may yet be written
             segment, flags = holder.segment, IS_COPIED
-            if not holder.owned or segment.is_changed(holder.offset, holder.nbytes, holder.faults):
+            if not holder.owned or holder.is_changed():
                 return None
         offset = array.__array_interface__["data"][0] - segment.address
         if any(s < 0 or s % array.itemsize for s in array.strides) or offset % array.itemsize:

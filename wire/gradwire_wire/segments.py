@@ -403,7 +403,7 @@ class ForeignSegment(_Descriptor):
         if _leaving or self._pid != _getpid():
             return
         offset, nbytes = lease.offset, lease.nbytes
-        if self.is_sealed and self.is_changed(offset, nbytes, lease.faults):
+        if self.is_sealed and lease.is_changed():
             start = offset & -PAGE
             if _madvise(self.address + start, offset + nbytes - start, MADV_DONTNEED):
                 return
@@ -423,7 +423,7 @@ class Lease:
     """Held by views: the range of a foreign segment is ours until the last alias is gone.
 
     owned: the owner made this copy for us and will not write it; False for memory passed by reference.
-    faults: the page faults of this process when it began; -1 where looking at the pages is cheap enough.
+    faults: the page faults of this process when nothing had been written for certain; -1 where looking at the pages is cheap enough.
     """
 
     __slots__ = ("faults", "is_over", "ledger", "loan", "nbytes", "offset", "owned", "segment")
@@ -435,6 +435,14 @@ class Lease:
         self.owned, self.is_over = owned, False
         self.faults = _page_faults() if nbytes >= LARGE else -1
         segment.leases[loan] = (offset, nbytes)
+
+    def is_changed(self) -> bool:
+        """Whether any page of it was privately written. Where none was, only faults after this look are of interest."""
+        faults = _page_faults() if self.faults >= 0 else -1
+        is_changed = self.segment.is_changed(self.offset, self.nbytes, self.faults)
+        if not is_changed:
+            self.faults = faults
+        return is_changed
 
     def __del__(self) -> None:
         try:
