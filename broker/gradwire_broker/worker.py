@@ -13,6 +13,7 @@ pidfd; and when `due` has come. Nothing here blocks, except that starting a proc
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import resource
 import signal
@@ -76,6 +77,7 @@ class Worker:
 
     client: who started it, and answers for it unless it lasts. asking: who waits for its start, with the number of
     each one's request. calls: how many it has served, as it reported last.
+    is_dismissed: nobody waits for its start any more, and its name is free before its process has ended.
     """
 
     def __init__(self, order: Start, place: Place, client: bytes, base: dict[str, str]) -> None:
@@ -86,9 +88,7 @@ class Worker:
         self._is_asked = False
         self.doing = "starting the interpreter"
         self.ready: WorkerReady | None = None
-        self.is_dismissed = (
-            False  # nobody waits for it any more: its name is free before its process has ended
-        )
+        self.is_dismissed = False
         self.threads: int | None = None  # that it says it has, since it was ready
         chosen = order.threads is not None or chooses_threads(order.env)
         self._share = None if chosen else place.threads
@@ -155,10 +155,8 @@ class Worker:
         """Its share of the processors is another one now. Not for one whose user has chosen."""
         if self._share not in (None, threads):
             self._share = threads
-            try:
+            with contextlib.suppress(LifelineEnded):
                 self.lifeline.send_nowait(Share(threads))
-            except LifelineEnded:
-                pass
 
     def _config(self) -> WorkerConfig:
         order, place = self.order, self.place
@@ -223,16 +221,13 @@ class Worker:
         elif isinstance(message, Served):
             self.calls, self._is_asked = message.calls, False
 
-    def ask(self) -> bool:
-        """Have it report how many calls it has served. False: it will not, or not before its present call is done."""
+    def ask(self) -> None:
+        """Have it report how many calls it has served, once its present call is done. Does not wait."""
         if self.ready is None or self.end is not None or self._is_asked:
-            return False
-        try:
+            return
+        with contextlib.suppress(LifelineEnded):
             self.lifeline.send_nowait(Report())
-        except LifelineEnded:
-            return False
-        self._is_asked = True
-        return True
+            self._is_asked = True
 
     @property
     def far_endpoint(self) -> str:
@@ -358,11 +353,6 @@ class Worker:
     def log(self) -> str:
         """All that is kept of its output."""
         return self._tail.text(LOG_LINES, LOG_CHARACTERS)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether it was told to end."""
-        return bool(self._why)
 
     def not_started(self) -> str:
         """The message of the WorkerStartError, for one that finished before it was ready."""

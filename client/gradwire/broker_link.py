@@ -174,13 +174,17 @@ class BrokerLink:
         """
         if self.death_of(incarnation) is not None or self._channel.is_closed or not self.broker_alive:
             return
+        self.check_starts_workers()
+        self._channel.send_soon(control.Stop(incarnation, timeout_s))
+        if self.death_of(incarnation, timeout_s + 1.0) is None and self.broker_alive:
+            raise DeadlineError(f"the worker is still there {timeout_s + 1.0:g} s after it was asked to end")
+
+    def check_starts_workers(self) -> None:
+        """Raises UsageError where workers are neither started nor ended from here: over tcp."""
         if self.keys is not None:
             raise UsageError(
                 "over tcp workers are used, and neither started nor ended: do that where the broker runs"
             )
-        self._channel.send_soon(control.Stop(incarnation, timeout_s))
-        if self.death_of(incarnation, timeout_s + 1.0) is None and self.broker_alive:
-            raise DeadlineError(f"the worker is still there {timeout_s + 1.0:g} s after it was asked to end")
 
     def death_of(self, incarnation: bytes, wait_s: float = 0.0) -> Death | None:
         """How that worker ended, waiting at most so long for the broker's report. None: not known to have ended."""

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gradwire.restarts import MODES
 from gradwire.toml_lines import KeyPath, lines_of
+from gradwire_wire.control import FRAMEWORKS
 from gradwire_wire.errors import UsageError
 
 __all__ = ["Configuration", "Load", "WorkerEntry", "parse", "read"]
 
-FRAMEWORKS = ("torch", "tensorflow", "jax", "numpy")
-RESTARTS = ("never", "on-failure", "always")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -193,7 +193,7 @@ _TOP: Fields = {
 _WORKER: Fields = {
     **{"framework": _one_of(*FRAMEWORKS), "python": _text, "requirements": _texts, "env": _environment},
     **{"path": _texts, "cwd": _text, "threads": _threads, "x64": _truth, "device": _text},
-    **{"start_timeout": _seconds, "restart": _one_of(*RESTARTS)},
+    **{"start_timeout": _seconds, "restart": _one_of(*MODES)},
     **{"modules": _any, "functions": _any},
 }
 _LOADS: dict[str, Fields] = {

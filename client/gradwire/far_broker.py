@@ -35,7 +35,6 @@ class FarBroker:
             raise UsageError(f"{address}: an address is tcp://HOST:PORT")
         self.address, self.keys = address, client_keys(Path(keys))
         self.revival = f"see whether `gradwire up` still runs there ({address}), then connect anew"
-        self.pidfd = -1
         self.folder = Path()
         self._why = ""
         self._end: FarEnd | None = None

@@ -19,15 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from gradwire.local_broker import LAST_CHARACTERS, LocalBroker
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
 from gradwire_wire.process import open_pidfd
-from gradwire_wire.sockets import ClientKeys
 from gradwire_wire.spawn import Lent, shown, spawn
 
 __all__ = ["PrivateBroker", "Sharing", "lent_packages"]
-
-LAST_CHARACTERS = 4000
 
 
 class Sharing(NamedTuple):
@@ -44,15 +42,14 @@ class Sharing(NamedTuple):
     keys: str = ""
 
 
-class PrivateBroker:
-    """The process of a broker that this program started, from its start to its end. ``pidfd``: readable when it has ended.
+class PrivateBroker(LocalBroker):
+    """The process of a broker that this program started, from its start to its end.
 
     ``address`` and ``token``: how to reach it. ``folder``: its runtime directory, which it removes at its end.
     ``ends_with_us``: so it does with this program. ``revival``: what to do when it is gone, for messages.
     """
 
     revival = "connect anew"
-    keys: ClientKeys | None = None
 
     def __init__(self, timeout_s: float, expected_workers: int = 0, sharing: Sharing | None = None) -> None:
         """Starts it and waits until it listens. Raises ConnectError with what it wrote."""
@@ -144,18 +141,6 @@ class PrivateBroker:
         lines += [f"    {line}" for line in self.last_words().splitlines()]
         return "\n".join(lines)
 
-    def watch(self, dealer: Any) -> Any:
-        """What a poller finds readable when it may have ended."""
-        return self.pidfd
-
-    def has_ended(self) -> bool:
-        """Asked when that is readable."""
-        return True
-
-    def reachable(self, endpoint: str) -> str:
-        """How its worker's endpoint is reached from here."""
-        return endpoint
-
     def last_words(self) -> str:
         """The end of what it wrote to its stderr; normally that is nothing."""
         if self._errors is None or self._errors.closed:
@@ -184,9 +169,7 @@ class PrivateBroker:
             self._process.returncode = 0  # it goes on without us: nobody is to wait for it, or to warn of it
         self._lifeline.close()
         self._close_errors()
-        if getattr(self, "pidfd", -1) >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        super().close()
 
     def _close_errors(self) -> None:
         if self._errors is not None:

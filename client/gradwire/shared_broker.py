@@ -9,24 +9,21 @@ from __future__ import annotations
 import os
 import select
 from pathlib import Path
-from typing import Any
 
+from gradwire.local_broker import LAST_CHARACTERS, LocalBroker
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.process import open_pidfd
 from gradwire_wire.rendezvous import WORDS, Card, find_cards, is_running, read_card
-from gradwire_wire.sockets import ClientKeys
 
 __all__ = ["SharedBroker", "card_of"]
 
-LAST_CHARACTERS = 4000
 SUN_PREFIX = "ipc://"
 
 
-class SharedBroker:
+class SharedBroker(LocalBroker):
     """The same as `gradwire.private_broker.PrivateBroker`, for a process that is not ours to end."""
 
     ends_with_us = False
-    keys: ClientKeys | None = None
 
     def __init__(self, card: Card) -> None:
         """Raises ConnectError where it is gone."""
@@ -43,18 +40,6 @@ class SharedBroker:
             self.close()
             raise ConnectError(_ended(card))
 
-    def watch(self, dealer: Any) -> Any:
-        """What a poller finds readable when it may have ended."""
-        return self.pidfd
-
-    def has_ended(self) -> bool:
-        """Asked when that is readable."""
-        return True
-
-    def reachable(self, endpoint: str) -> str:
-        """How its worker's endpoint is reached from here."""
-        return endpoint
-
     def last_words(self) -> str:
         """The end of what it wrote to its stderr; normally that is nothing."""
         try:
@@ -70,12 +55,6 @@ class SharedBroker:
 
     def kill(self) -> None:
         """It is not ours to kill."""
-
-    def close(self) -> None:
-        """Stop watching it. Idempotent."""
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
 
 
 def card_of(target: str) -> Card:

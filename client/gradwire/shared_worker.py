@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
-from gradwire.families import barrier
 from gradwire.far import FarConnection
 from gradwire.worker import HANDSHAKE_S, Worker
 from gradwire.worker_records import WorkerFacts, WorkerSpec
 from gradwire_wire.control import Present
-from gradwire_wire.errors import GradwireError, UsageError
+from gradwire_wire.errors import GradwireError
 from gradwire_wire.exchange import Memory
 
 __all__ = ["SharedWorker"]
@@ -66,24 +65,12 @@ class SharedWorker(Worker):
 
     def restart(self) -> None:
         """End the process for all its clients and start it again as at first; not over tcp, which raises UsageError."""
-        if self._link.keys is not None:
-            raise UsageError(
-                "over tcp workers are used, and neither started nor ended: do that where the broker runs"
-            )
+        self._link.check_starts_workers()
         super().restart()
 
-    def close(self) -> None:
-        """Let go of it; the process goes on for others (``gradwire stop NAME`` ends it). Idempotent."""
-        self._ending.set()
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self._connection.is_alive:
-                barrier()
-            self._link.show(self.name, False)
-            self._background.close()
-            self._connection.close()
+    def _part(self) -> None:
+        """The process goes on for others; ``gradwire stop NAME`` ends it."""
+        self._link.show(self.name, False)
 
     def bury(self) -> None:
         """The process lives on, and with it what it has borrowed."""

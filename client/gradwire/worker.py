@@ -224,7 +224,7 @@ class Worker:
                 raise
 
     def close(self) -> None:
-        """End the process. Results that are here stay valid. Idempotent."""
+        """End the process; one that a shared broker started goes on for others. Results that are here stay valid. Idempotent."""
         self._ending.set()
         with self._lock:
             if self._closed:
@@ -234,8 +234,12 @@ class Worker:
                 barrier()
             self._background.close()
             self._connection.close()
-            self._link.stop_worker(self._facts.incarnation)
-            self._connection.bury()
+            self._part()
+
+    def _part(self) -> None:
+        """The last of `close`."""
+        self._link.stop_worker(self._facts.incarnation)
+        self._connection.bury()
 
     def detach(self) -> None:
         """The broker is going, and the process with it: only let go of what is here."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.lines import lanes_wanted
+from gradwire.lines import lanes_wanted, pages_wanted
 from gradwire.surroundings import Interpreter, interpreters
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError
@@ -169,6 +169,10 @@ def _sharing() -> Finding:
 
 
 def _lane() -> Finding:
+    if pages_wanted():
+        return Finding(
+            "ok", "calls", "go by lane (Unix sockets, with pages of shared memory) within this machine"
+        )
     if lanes_wanted():
         return Finding("ok", "calls", "go by lane (Unix sockets) within this machine")
     return Finding(

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.environments.cache import Cache, Environment
-from gradwire.environments.children import Ended, kill_marked, run
+from gradwire.environments.children import MARK, Ended, run
 from gradwire.environments.identity import interpreter_of
 from gradwire.environments.installers import Installer, Step, find_installer
 from gradwire.environments.locks import locked, owner_of
 from gradwire.environments.manifest import Interpreter, Manifest, key_of, name_of
 from gradwire.environments.progress import Progress, say, seconds_between_lines
 from gradwire.environments.requirements import BadRequirement, Requirements, normalized
+from gradwire.orphans import end_marked
 from gradwire_wire.errors import UsageError, WorkerStartError
 from gradwire_wire.interpreters import cleaned
 
@@ -45,10 +46,12 @@ class Wanted(NamedTuple):
 
     @property
     def key(self) -> str:
+        """What tells it from all others."""
         return key_of(*self)
 
     @property
     def name(self) -> str:
+        """Its folder's."""
         return name_of(*self)
 
 
@@ -97,6 +100,7 @@ def _build(cache: Cache, wanted: Wanted, variables: Mapping[str, str], progress:
     try:
         for step in installer.steps(python, folder, folder / REQUIREMENTS):
             _take(step, installer, folder, progress)
+            # only here is there a folder to write to, and the next step reads it
             (folder / REQUIREMENTS).write_text("\n".join(wanted.requirements.lines) + "\n")
         manifest = _manifest(wanted, installer, start, folder)
     except BaseException:
@@ -112,7 +116,7 @@ def _build(cache: Cache, wanted: Wanted, variables: Mapping[str, str], progress:
 
 def _remove_leftovers(folder: Path) -> None:
     if folder.exists():
-        kill_marked(str(folder))
+        end_marked([f"{MARK}={folder}"])
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         raise WorkerStartError(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Ended", "kill_marked", "run"]
+__all__ = ["MARK", "Ended", "run"]
 
 MARK = "GRADWIRE_BUILD"
 TAIL = 40  # lines
@@ -54,7 +54,7 @@ def run(
     mark: str,
     on_line: Callable[[str], None],
 ) -> Ended:
-    """Run it to its end. ``on_line``: called with each line as it comes, and with "" several times a second.
+    """Run it to its end, with ``mark`` as the variable `MARK` of its environment. ``on_line``: called with each line as it comes, and with "" several times a second.
 
     Raises OSError where it cannot be started; whatever is raised meanwhile ends it first.
     """
@@ -131,11 +131,3 @@ def _has_ended(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:
         return True
-
-
-def kill_marked(mark: str) -> None:
-    """End what a killed process's installer has left running."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or gone by now
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
