@@ -22,10 +22,10 @@ NEAR, FAR = b"n", b"f"
 
 
 class Client:
-    """One that showed the token. ``shows``: the workers whose output it is sent."""
+    """One that was let in. ``shows``: the workers whose output it is sent."""
 
-    def __init__(self, pid: int, is_owner: bool) -> None:
-        self.pid, self.is_owner = pid, is_owner
+    def __init__(self, is_owner: bool) -> None:
+        self.is_owner = is_owner
         self.outlet = Outlet()
         self.shows: set[str] = set()
 
@@ -78,7 +78,7 @@ class Clients:
             self.send(client, control.Refused("ConnectError", "the token is not the broker's"))
         else:
             is_new = client not in self._admitted
-            self._admitted.setdefault(client, Client(message.pid, is_owner))
+            self._admitted.setdefault(client, Client(is_owner))
             self.send(client, control.Attached(control.PROTOCOL, os.getpid()))
             return is_new
         return False

@@ -39,10 +39,8 @@ class Handle:
         carriers: Sequence[Carrier],
     ) -> None:
         self._connect, self._kind, self._target = connect, kind, target
-        self._structure, self._carriers = (
-            structure,
-            [Carrier(c.array.copy(order="K"), c.dtype) for c in carriers],
-        )
+        self._structure = structure
+        self._carriers = [Carrier(c.array.copy(order="K"), c.dtype) for c in carriers]
         self._lock = threading.Lock()
         self._loaded: Connection | None = None
         self._remote = 0

@@ -201,11 +201,12 @@ class Remote:
     def options(self, **changes: Any) -> Remote:
         """A new proxy of the same remote thing.
 
-        timeout: seconds a call may take. seed: makes calls reproducible (in JAX also one that is traced, or a key). residuals: "keep", or "recompute" the
-        forward at the pullback. compile: "auto", True, False. vmap: "batch" (one message), or
-        "sequential" (a call for each row, for functions that must not see a batch). out_spec: result tree of
-        `ShapeDtype`, where it cannot be found out. family: the result's, where no argument tells it. retry: a call whose
-        worker died is made once more in the new process; for functions that may run twice, with ``restart=`` of the worker.
+        timeout: seconds a call may take. seed: makes calls reproducible (in JAX also one that is traced, or a key).
+        residuals: "keep", or "recompute" the forward at the pullback. compile: "auto", True, False. vmap: "batch" (one
+        message), or "sequential" (a call for each row, for functions that must not see a batch). out_spec: result tree
+        of `ShapeDtype`, where it cannot be found out. family: the result's, where no argument tells it. retry: a call
+        whose worker died is made once more in the new process; for functions that may run twice, with ``restart=`` of
+        the worker. UsageError for anything else.
         """
         known = [f.name for f in fields(Options)]
         unknown = sorted(set(changes) - set(known))

@@ -3,11 +3,11 @@
 One frame per message, a msgpack array (see `vocabulary`), over a DEALER at the client and the broker's ROUTER.
 Calls do not come this way: they go straight from client to worker.
 
-The conversation. A client attaches first, with the token; whatever it says before is ignored. Every Start
+The conversation. A client attaches first, with the token; whatever it says before is refused. Every Start
 is answered by any number of Starting and then one of Started, NotStarted and Denied, in that order. Every worker
 that started ends in exactly one Died, told to all clients, whoever stopped or killed it; a Stop for a worker
-that is gone is answered by its Died again. Other programs find workers by Look. Output flows while the client says that it has heard the earlier
-output; what nobody hears is bounded by the broker, and never holds up anything else.
+that is gone is answered by its Died again. Other programs find workers by Look. Output flows while the client says
+that it has heard the earlier output; what nobody hears is bounded by the broker, and never holds up anything else.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Heard(NamedTuple):
 
 
 class ShutDown(NamedTuple):
-    """Client (of a private broker): end all workers within ``timeout_s``, then yourself."""
+    """Client on this machine: end all workers within ``timeout_s``, then yourself."""
 
     timeout_s: float
 
@@ -211,7 +211,7 @@ class NotStarted(NamedTuple):
 
 
 class Denied(NamedTuple):
-    """Broker: that start cannot be made as it was asked for: the error class, and what to ask for instead."""
+    """Broker: that cannot be had as it was asked for: the error class, and what to ask for instead."""
 
     request: int
     kind: str
@@ -252,7 +252,8 @@ class Present(NamedTuple):
     """Broker, for a Look: a worker. ``state``: "starting", "idle", "busy" or how it ended; ``doing`` more of it, for people.
 
     ``info`` and where to reach it as in Started; empty unless it is ready. A client that came over tcp gets an endpoint at
-    tcp, whose host it replaces by the one it reached the broker at, and no tether_path. ``loads``: names it was told to load. ``restart``: as in Start.
+    tcp, whose host it replaces by the one it reached the broker at, and no tether_path. ``loads``: names it was told to
+    load. ``restart``: as in Start.
     """
 
     request: int

@@ -103,7 +103,7 @@ def context() -> Any:
 def bind_router(address: str, key: Optional[ServerKey] = None) -> Any:
     """A bound ROUTER that refuses unroutable messages and bounds the queue of each client.
 
-    UsageError for an address at tcp without a key; ZMQError where it is taken.
+    UsageError for an address at tcp without a key; SocketError where it is taken.
     """
     _check_not_in_the_clear(address, key)
     socket = context().socket(zmq.ROUTER)

@@ -54,8 +54,10 @@ def run(
     mark: str,
     on_line: Callable[[str], None],
 ) -> Ended:
-    """Run it to its end, with ``mark`` as the variable `MARK` of its environment. ``on_line``: called with each line as it comes, and with "" several times a second.
+    """Run it to its end.
 
+    mark: the value of the variable `MARK` in its environment. on_line: called with each line as it comes, and with ""
+    several times a second.
     Raises OSError where it cannot be started; whatever is raised meanwhile ends it first.
     """
     boot = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]

@@ -126,7 +126,8 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
 
     ``owner="caller"``: ``apply(params, *args, **kwargs)``, with ``params`` a dict of JAX arrays by the names of
     `Remote.parameters` without the frozen ones, for `jax.grad`, optax and the like. Buffers stay in the worker
-    and move once for each call in training mode. With ``buffers="explicit"`` it is ``apply, params, buffers = functional(net, buffers="explicit")`` and
+    and move once for each call in training mode. With ``buffers="explicit"`` it is
+    ``apply, params, buffers = functional(net, buffers="explicit")`` and
     ``result, buffers = apply(params, buffers, *args, **kwargs)``: the call changes nothing in the worker. Of 64-bit
     buffers (BatchNorm counts its batches in one) JAX without x64 has the bits, as int32 words along a last axis of 2.
 
