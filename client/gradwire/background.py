@@ -124,8 +124,8 @@ def _raising(error: BaseException) -> Callable[[], Any]:
 
 def futures_in(tree: Any) -> list[Future[Any]]:
     """The futures among the arguments of a call; none where nobody has loaded futures."""
-    loaded = sys.modules.get("concurrent.futures")
-    return [] if loaded is None else _futures_in(tree, loaded.Future)
+    future = getattr(sys.modules.get("concurrent.futures"), "Future", None)  # not yet, while a thread imports it
+    return [] if future is None else _futures_in(tree, future)
 
 
 def _futures_in(tree: Any, future: Any) -> list[Future[Any]]:
