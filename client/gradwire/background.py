@@ -124,7 +124,8 @@ def _raising(error: BaseException) -> Callable[[], Any]:
 
 def futures_in(tree: Any) -> list[Future[Any]]:
     """The futures among the arguments of a call; none where nobody has loaded futures."""
-    future = getattr(sys.modules.get("concurrent.futures"), "Future", None)  # not yet, while a thread imports it
+    loaded = sys.modules.get("concurrent.futures")
+    future = getattr(loaded, "Future", None)  # which it has not yet while another thread imports it
     return [] if future is None else _futures_in(tree, future)
 
 
