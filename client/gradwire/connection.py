@@ -58,7 +58,8 @@ class Connection:
     """The way to one worker process. Any thread may call; blocking calls release the GIL.
 
     Set by the `Worker`: ``advise``: what to do about an end by that exit code, for messages; ``revives``: whether the
-    worker is started again by itself; ``follows_death``: whether this incarnation was; ``is_counted``: whether its end was.
+    worker is started again by itself; ``follows_death``: whether this incarnation was; ``is_counted``: whether its end was;
+    ``state_discarded``: whether the program has said that it knows what was lost before this incarnation.
     """
 
     def __init__(self, link: BrokerLink, facts: WorkerFacts, memory: Memory, timeout_s: float) -> None:
@@ -67,6 +68,7 @@ class Connection:
         self.facts, self._link, self._memory = facts, link, memory
         self.advise: Callable[[int | None], str] = lambda exit_code: "worker.restart() starts it again"
         self.revives = self.follows_death = self.is_counted = self._is_replaced = False
+        self.state_discarded = False
         self._pid = os.getpid()
         self._client_id = b"c" + os.urandom(15)
         self._call_ids = itertools.count(1)

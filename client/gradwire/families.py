@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ __all__ = [
     "face_named",
     "family_of",
     "family_of_call",
+    "in_callers_modes",
     "is_leaf",
     "naming",
     "tensors_named",
@@ -137,6 +138,14 @@ def compiling_face() -> Any:
     import gradwire.torch  # a statement: it is what the compiler can follow
 
     return gradwire.torch
+
+
+def in_callers_modes(act: Callable[[], Any]) -> Callable[[], Any]:
+    """``act`` for another thread, in the modes of this one that decide what a call records (torch's grad mode)."""
+    if "torch" not in sys.modules:
+        return act
+    found: Callable[[], Any] = face_named("torch").in_callers_modes(act)  # type: ignore[attr-defined]
+    return found
 
 
 def barrier() -> None:

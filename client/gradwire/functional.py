@@ -15,6 +15,7 @@ from gradwire.families import is_leaf
 from gradwire.handle import Handle
 from gradwire.remote import Remote
 from gradwire.site import Site
+from gradwire.stakes import Stake, Stakes
 from gradwire_wire import messages
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, flatten
@@ -27,15 +28,32 @@ class FunctionalHandle(Handle):
 
     buffers: whether they come as the second argument and go back with the result, or stay in the worker.
     training: the mode of its calls, whatever the module's is; None is the module's.
+    trainable: of the Keras layer that calls it, to which the losses come with the result; None where none does.
     """
 
-    def __init__(self, module: Handle, buffers: bool, training: bool | None = None) -> None:
+    def __init__(
+        self, module: Handle, buffers: bool, training: bool | None = None, trainable: bool | None = None
+    ) -> None:
         self._module, self._buffers, self._mode = module, buffers, training
+        self._trainable = trainable
         super().__init__(module._connect, "module", module._target, b"", [])
 
+    @property
+    def stakes(self) -> Stakes:
+        """The module's."""
+        return self._module.stakes
+
+    @stakes.setter
+    def stakes(self, value: Stakes) -> None: ...
+
+    def _stake_of_call(self, site: Site) -> Stake:
+        return Stake.NOTHING if self._buffers else Stake.BUFFERS
+
     def _load(self, connection: Connection) -> None:
-        self._module._ready()
-        mode = [] if self._mode is None else [self._mode]
+        self._module._there()
+        mode = [self._mode, self._trainable]
+        while mode and mode[-1] is None:
+            mode.pop()
         structure, _ = flatten([[self._buffers, *mode], {}], is_leaf)
         reply, _ = connection.request(
             lambda call_id, headers: messages.State(
@@ -77,17 +95,26 @@ class Functional:
     """What a face needs of a remote module whose parameters its caller owns.
 
     buffers: whether they are explicit: an argument and a result of each call.
-    training: see `FunctionalHandle`.
+    training, trainable: see `FunctionalHandle`.
     """
 
-    def __init__(self, remote: Remote, *, buffers: bool = False, training: bool | None = None) -> None:
+    def __init__(
+        self,
+        remote: Remote,
+        *,
+        buffers: bool = False,
+        training: bool | None = None,
+        trainable: bool | None = None,
+    ) -> None:
         if not remote.handle.is_module:
             raise UsageError(
                 f"{remote!r} is a function and has no parameters. Load a module with worker.module(...), from a "
                 "factory that returns one"
             )
         self.remote, self.has_explicit_buffers = remote, buffers
-        self.handle = FunctionalHandle(remote.handle, buffers, training)
+        if trainable is None:
+            remote.warn_of_regularizers()
+        self.handle = FunctionalHandle(remote.handle, buffers, training, trainable)
 
     def frozen(self) -> list[str]:
         """The parameters that `Remote.requires_grad_` has frozen, or the module itself."""

@@ -10,10 +10,11 @@ import numpy as np
 
 from gradwire.connection import Connection
 from gradwire.site import Outcome, Site, SpecResult
+from gradwire.stakes import Stake, Stakes
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import checked_dtype
-from gradwire_wire.errors import ProtocolError, ResidualLostError, WorkerDiedError
+from gradwire_wire.errors import ProtocolError, ResidualLostError, UsageError, WorkerDiedError
 from gradwire_wire.structures import fill, flatten
 from gradwire_wire.words import Word, linear_count
 
@@ -21,6 +22,8 @@ __all__ = ["Handle"]
 
 _MOVING = frozenset({"step", "load_state_dict", "load"})
 """Verbs after which a forward gives something else."""
+_LOADING = frozenset({"load_state_dict", "load"})
+"""Verbs that give a module a state, whatever became of the one it had."""
 
 
 class Handle:
@@ -48,8 +51,9 @@ class Handle:
         self.is_module = False
         self.training: bool | None = None
         self.moves = 0  # how often what a forward gives has changed: by a step, a load or a new life
-        self._has_moved = False  # whether the module's state is no longer its factory's
-        self._knows_of_death = False
+        self.stakes = Stakes()
+        self.has_warned = False  # of regularizers
+        self._freezing: list[bytes] = []  # what `requires_grad` was told, for the next life
         self._ready()
 
     @property
@@ -62,15 +66,23 @@ class Handle:
         return f"<remote {self.name}>"
 
     def _ready(self) -> Connection:
-        """The connection, with the target loaded in the worker at its other end."""
+        """The connection, with the target loaded in the worker at its other end. Raises once where state was lost."""
         connection = self._connect()
-        if connection is self._loaded:
+        if connection is self._loaded and not self.stakes.is_lost:
             return connection
+        connection = self._there()
+        if self.stakes.is_lost:
+            self.stakes.settle()
+            raise self._loss(connection)
+        return connection
+
+    def _there(self) -> Connection:
+        """The same without a word about what was lost."""
+        connection = self._connect()
         with self._lock:
             if connection is not self._loaded:
                 self._load(connection)
                 self.moves += 1
-                self._tell_of_loss(connection)
         return connection
 
     @property
@@ -78,17 +90,16 @@ class Handle:
         """Whether the worker is started again by itself when it died."""
         return self._loaded is not None and self._loaded.revives
 
-    def _tell_of_loss(self, connection: Connection) -> None:
-        """State went with a death that no call of ours has met: going on as if it were there would be silently wrong."""
-        is_news = self._has_moved and connection.follows_death and not self._knows_of_death
-        self._has_moved = self._knows_of_death = False
-        if is_news:
-            raise WorkerDiedError(
-                f"worker {connection.facts.name!r} died between calls and was started again: {self._target} is as new "
-                "from its factory, and what it had learned or loaded is lost. Load a state that you saved with "
-                "load_state_dict(), or go on with the new one: the next call does",
-                was_running=False,
-            )
+    def _loss(self, connection: Connection) -> WorkerDiedError:
+        """State went with a process, and no call of ours has met that: going on as if it were there would be silently wrong."""
+        how = "died between calls and was started again" if connection.follows_death else "was restarted"
+        return WorkerDiedError(
+            f"worker {connection.facts.name!r} {how}: {self._target} is as new from its factory, and what it had learned, "
+            "counted or loaded there is lost (BatchNorm's statistics as well). Load a state that you saved with "
+            "load_state_dict() or load(), or go on with the new one: the next call does. worker.restart(discard_state=True) "
+            "says beforehand that you know",
+            was_running=False,
+        )
 
     def _load(self, connection: Connection) -> None:
         reply, _ = connection.request(
@@ -101,6 +112,10 @@ class Handle:
         facts = fill(reply.structure, [])
         self._remote, self.is_module = facts["remote"], facts["is_module"]
         self._resume_mode(connection, facts["training"])
+        self._resume_freezing(connection)
+        if self.stakes.stake == Stake.BUFFERS and self._has_no_buffers(connection):
+            self.stakes.stake = Stake.NOTHING
+        self.stakes.begin(connection.state_discarded)
         self._specs.clear()
         self._loaded = connection
 
@@ -109,13 +124,23 @@ class Handle:
         wanted, self.training = self.training, training
         if training is None or wanted is None or wanted == training:
             return
-        structure, _ = flatten([[wanted], {}], lambda x: False)
-        connection.request(
-            lambda call_id, headers: messages.State(call_id, self._remote, "train", structure, headers),
-            [],
-            None,
-        )
+        self._ask(connection, "train", flatten([[wanted], {}], lambda x: False)[0])
         self.training = wanted
+
+    def _resume_freezing(self, connection: Connection) -> None:
+        """The same for parameters that `Remote.requires_grad_` has frozen."""
+        try:
+            for structure in self._freezing:
+                self._ask(connection, "requires_grad", structure)
+        except UsageError:  # a module that has its parameters only after its first call
+            self._freezing.clear()
+            self.stakes.raise_to(Stake.ALL)
+
+    def _has_no_buffers(self, connection: Connection) -> bool:
+        """Whether forwards of this module have nothing to move (one without parameters may have made nothing yet)."""
+        nothing = flatten([[], {}], lambda x: False)[0]
+        counts = [len(self._ask(connection, verb, nothing)[1]) for verb in ("buffers", "parameters")]
+        return counts[0] == 0 and counts[1] > 0
 
     def invoke(
         self,
@@ -132,14 +157,13 @@ class Handle:
         keep: 0, `messages.KEEP` or `messages.KEEP_ROWS`. token: of a kept forward (int), or rows
         (batch, 2) of (token, row). Any thread. Raises what the worker reports, or why it cannot.
         """
-        if self.is_module and site.training is not False:
-            self._has_moved = True  # one without modes may have any state
-        has_moved = self._has_moved
+        had_moved = self.stakes.stake > Stake.NOTHING
         try:
             return self._invoke(site, word, carriers, keep, token, token_ops)
         except WorkerDiedError as error:
-            self._knows_of_death = True
-            never_sent = self.revives and not error.was_running and not has_moved
+            if self._loaded is not None and not self._loaded.is_alive:
+                self.stakes.note_death()
+            never_sent = self.revives and not error.was_running and not had_moved
             if not (site.retry or never_sent):
                 raise
         return self._invoke(site, word, carriers, keep, token, token_ops)
@@ -147,8 +171,13 @@ class Handle:
     def _invoke(
         self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int
     ) -> Outcome:
-        connection = self._ready()
-        if type(token) is int and token == 0:
+        is_plain = type(token) is int and token == 0
+        connection = (
+            self._ready() if is_plain else self._there()
+        )  # a token of a former life tells of its own loss
+        if self.is_module and site.training is not False:
+            self.stakes.raise_to(self._stake_of_call(site))
+        if is_plain:
             return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
@@ -162,6 +191,10 @@ class Handle:
                 if not getattr(error, "recompute", False):
                     raise
         return connection.evaluate(self._remote, site, word, list(carriers), keep, rows, token_ops)
+
+    def _stake_of_call(self, site: Site) -> Stake:
+        """What a call may move that is not in evaluation mode: a module without modes may have any state."""
+        return Stake.ALL if site.training is None else Stake.BUFFERS
 
     def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
         """Shapes, dtypes and tree of the results, without a real run. Cached by site and avals."""
@@ -200,10 +233,25 @@ class Handle:
         self, verb: str, structure: bytes, carriers: Sequence[Carrier], timeout_s: float | None = None
     ) -> tuple[bytes, list[Carrier]]:
         """Ask for a verb about the module's state; returns a tree and its leaves."""
-        connection = self._ready()
+        connection = self._there() if verb in _LOADING else self._ready()
         if verb in _MOVING:
-            self._has_moved = True
+            self.stakes.raise_to(Stake.ALL)
             self.moves += 1
+        found = self._ask(connection, verb, structure, carriers, timeout_s)
+        if verb in _LOADING:
+            self.stakes.settle()
+        if verb == "requires_grad":
+            self._freezing = [*[done for done in self._freezing if done != structure], structure]
+        return found
+
+    def _ask(
+        self,
+        connection: Connection,
+        verb: str,
+        structure: bytes,
+        carriers: Sequence[Carrier] = (),
+        timeout_s: float | None = None,
+    ) -> tuple[bytes, list[Carrier]]:
         reply, frames = connection.request(
             lambda call_id, headers: messages.State(call_id, self._remote, verb, structure, headers),
             carriers,

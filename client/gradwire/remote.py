@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +26,7 @@ from gradwire.families import (
     face_named,
     family_of,
     family_of_call,
+    in_callers_modes,
     is_leaf,
     naming,
     tensors_named,
@@ -179,18 +182,19 @@ class Remote:
         """Make the call without waiting; tensors must not be written until it is done.
 
         An argument may be the future of another ``submit``, also inside lists, tuples and dicts: the call is made once its
-        result is there, and fails as it failed. Cancelling the future does not interrupt a call that has begun;
+        result is there, and fails as it failed. torch's ``no_grad``, ``enable_grad`` and ``inference_mode`` are those of the
+        caller at ``submit``; a ``tf.GradientTape`` or a tracer of JAX records its own thread alone. Cancelling the future does not interrupt a call that has begun;
         ``options(timeout=...)`` does.
         """
         waited = futures_in([args, kwargs])
         if not waited:
-            return self._background.submit(lambda: self(*args, **kwargs))
+            return self._background.submit(in_callers_modes(lambda: self(*args, **kwargs)))
 
         def act() -> Any:
             args_there, kwargs_there = with_results([args, kwargs])
             return self(*args_there, **kwargs_there)
 
-        return self._background.submit_after(waited, act)
+        return self._background.submit_after(waited, in_callers_modes(act))
 
     async def aio(self, *args: Any, **kwargs: Any) -> Any:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
@@ -299,7 +303,24 @@ class Remote:
         """
         groups = None if parameters is None else [_group(g) for g in parameters]
         settings = {} if groups is None else {"groups": groups}
+        self.warn_of_regularizers()
         return Optimizer(self, target, self._change("optimizer", target, kwargs, **settings))
+
+    def warn_of_regularizers(self) -> None:
+        """A UserWarning, once for each remote, where training by a call's result alone would leave losses of Keras out."""
+        if self.handle.has_warned:
+            return
+        self.handle.has_warned = True
+        names = list(self._change("regularizers"))
+        if names:
+            shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+            warnings.warn(
+                f"{self.handle.name} has regularizers ({shown}). As with a Keras model that is called, their losses are no part of "
+                "the result, so training by the result leaves them out. gw.keras.Layer adds them to its losses; elsewhere have the "
+                "factory return a model that returns them, such as (y, sum(net.losses)), and add them to your loss",
+                UserWarning,
+                stacklevel=_levels_to_the_user(),
+            )
 
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         barrier()  # or this would overtake what a compiled program has dispatched
@@ -407,6 +428,14 @@ class Optimizer:
     def load_state_dict(self, state: Any) -> None:
         """Go on from what `state_dict` gave, all or nothing. UsageError where it is of another optimizer or module."""
         self._change("load_optimizer_state", state)
+
+
+def _levels_to_the_user() -> int:
+    """How far up the stack from the caller of this the first frame is that is none of gradwire's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "gradwire":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def stays_here(what: str, x: Any, instead: str = "") -> UsageError:

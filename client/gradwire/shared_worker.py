@@ -63,10 +63,13 @@ class SharedWorker(Worker):
         self._found = present
         return True
 
-    def restart(self) -> None:
-        """End the process for all its clients and start it again as at first; not over tcp, which raises UsageError."""
+    def restart(self, *, discard_state: bool = False) -> None:
+        """End the process for all its clients and start it again as at first; not over tcp, which raises UsageError.
+
+        discard_state: see `Worker.restart`; other clients are told all the same.
+        """
         self._link.check_starts_workers()
-        super().restart()
+        super().restart(discard_state=discard_state)
 
     def _part(self) -> None:
         """The process goes on for others; ``gradwire stop NAME`` ends it."""

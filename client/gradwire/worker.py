@@ -147,8 +147,8 @@ class Worker:
             raise WorkerStartError(f"{error}\n  {restarts.advice(None)}") from error
         self._connection.follows_death = True
 
-    def _replace(self) -> None:
-        """Another process in place of this one (lock held)."""
+    def _replace(self, discard_state: bool = False) -> None:
+        """Another process in place of this one (lock held). discard_state: see `restart`."""
         old = self._connection
         old.replace()
         old.close()
@@ -158,6 +158,7 @@ class Worker:
         except GradwireError as error:
             self._failure = str(error)
             raise
+        made.state_discarded = discard_state
         self._failure, self._connection, self._since = None, made, time.monotonic()
         if self._closed:  # meanwhile, by somebody who could not wait for the start
             made.close()
@@ -200,11 +201,13 @@ class Worker:
         """Whether `close` was called."""
         return self._closed
 
-    def restart(self) -> None:
+    def restart(self, *, discard_state: bool = False) -> None:
         """End the process, whatever it is doing, and start it again; targets are loaded again at their next call.
 
-        Modules begin anew from their factory, in the mode they were in: parameters that were trained are lost unless
-        saved. Calls in flight raise WorkerDiedError; calls made meanwhile wait for the new process.
+        Modules begin anew from their factory, in the mode they were in and with what was frozen: parameters that were
+        trained are lost unless saved, and so are buffers that were moved. The first use of such a module raises
+        WorkerDiedError once, unless it is ``load_state_dict`` or ``load``; discard_state: you know, do not raise.
+        Calls in flight raise WorkerDiedError; calls made meanwhile wait for the new process.
         """
         self._check_open()
         with self._lock:
@@ -214,7 +217,7 @@ class Worker:
             try:
                 old.replace()
                 self._link.stop_worker(old.facts.incarnation, 1.0)
-                self._replace()
+                self._replace(discard_state)
             except (
                 BaseException
             ) as error:  # Ctrl-C, too: nothing is there any more, and the next call says so

@@ -119,8 +119,16 @@ def test_a_module_is_as_new_and_that_is_told_once(make: Callable[..., gw.Worker]
         counter(X)
     assert caught.value.retry_safe
     assert (counter(X) == 1).all()
+    worker.restart(discard_state=True)
+    assert (counter(X) == 1).all(), "who says so knows"
     worker.restart()
-    assert (counter(X) == 1).all(), "who restarts it by hand knows"
+    with pytest.raises(gw.WorkerDiedError, match="was restarted"):
+        counter(X)
+    assert (counter(X) == 1).all()
+    kill(worker)
+    with pytest.raises(gw.WorkerDiedError, match="died between calls"):
+        counter(X)
+    assert (counter(X) == 1).all()
 
 
 def test_a_module_is_loaded_again_in_the_mode_it_was_in(
@@ -137,6 +145,50 @@ def test_a_module_is_loaded_again_in_the_mode_it_was_in(
     norm(x)
     worker.restart()
     assert norm.training is True
+    worker.close()
+
+
+def test_state_in_the_worker_of_modules_that_the_caller_trains_is_never_lost_silently(
+    bridge: gw.Bridge, torch_python: pathlib.Path
+) -> None:
+    """BatchNorm's statistics would be new beside parameters that were trained; what has nothing to lose goes on."""
+    import torch
+
+    worker = bridge.worker("torch", python=torch_python, threads=1, restart="on-failure")
+    remotes = [worker.module("torch.nn:BatchNorm1d", 2) for _ in range(3)]
+    moved, idle = (gw.torch.Module(remote) for remote in remotes[:2])
+    explicit = gw.torch.Module(remotes[2], buffers="explicit")
+    linear, owned = (
+        gw.torch.Module(worker.module("torch.nn:Linear", 2, 2)),
+        worker.module("torch.nn:Linear", 2, 2),
+    )
+    owned.requires_grad_(False, "bias")
+    x = torch.randn(8, 2)
+    for net in (moved, linear, explicit, owned):
+        net(x).sum().backward()
+    state, y = moved.state_dict(), moved.eval()(x)
+    owned.optimizer("torch.optim:SGD", lr=0.1).step()
+
+    worker.restart()
+    with pytest.raises(gw.WorkerDiedError, match=r"was restarted.*BatchNorm's statistics.*load_state_dict"):
+        moved(x)
+    assert not torch.allclose(moved(x), y), "told once, and new"
+    idle(x), linear(x), explicit(x)
+    with pytest.raises(gw.WorkerDiedError, match="lost"):
+        owned.state_dict()
+    owned(x).sum().backward()
+    assert owned.grads()["bias"] is None and owned.grads()["weight"] is not None, "frozen as before"
+
+    moved.train()(x)
+    kill(worker)
+    with pytest.raises(RuntimeError, match=r"running_mean.*shape"):
+        moved.load_state_dict({**state, "running_mean": torch.zeros(3)})
+    with pytest.raises(gw.WorkerDiedError, match="died between calls"):
+        moved(x)
+    moved(x)
+    kill(worker)
+    moved.load_state_dict(state)
+    torch.testing.assert_close(moved.eval()(x), y)
     worker.close()
 
 

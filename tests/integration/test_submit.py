@@ -7,6 +7,7 @@ import pathlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,26 @@ def test_cancelled_before_it_could_begin(workers: tuple[gw.Worker, gw.Worker]) -
     with pytest.raises(CancelledError):
         future.result(30)
     assert double.submit(np.array(1.0)).result(30) == 2.0
+
+
+def test_the_callers_grad_mode_follows(torch_python: Any) -> None:
+    """As if the call had been made here: what is submitted under no_grad records nothing."""
+    import torch
+
+    with gw.connect() as bridge:
+        worker = bridge.worker("torch", python=torch_python, threads=1)
+        linear, norm = worker.module("torch.nn:Linear", 3, 2), worker.module("torch.nn:LayerNorm", 3)
+        x = torch.ones(3)
+        with torch.no_grad():
+            silent = linear.submit(x)
+            chained = linear.submit(norm.submit(x))
+            with torch.enable_grad():
+                recorded = linear.submit(x)
+        with torch.inference_mode():
+            inferred = linear.submit(x)
+        assert not silent.result().requires_grad and not chained.result().requires_grad
+        assert recorded.result().requires_grad and linear.submit(x).result().requires_grad
+        assert inferred.result().is_inference()
 
 
 def test_awaited(workers: tuple[gw.Worker, gw.Worker]) -> None:

@@ -173,7 +173,7 @@ def test_r42_after_a_restart_the_pullback_is_lost(torch_python: str) -> None:
         net = worker.module("in_torch:make_block", SIZES)
         _, pullback = net.vjp(X)
         pid = worker.pid
-        worker.restart()
+        worker.restart(discard_state=True)
         assert worker.pid != pid and net(X).shape == (16, 4)
         with pytest.raises(gw.ResidualLostError):
             pullback(np.ones((16, 4), np.float32))

@@ -5,6 +5,7 @@ See `gradwire.torch.nodes` for how a call becomes a node of the autograd graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from gradwire.handle import Handle
     from gradwire.torch.module import Module
 
-__all__ = ["ACCUMULATES", "NAME", "Module", "call", "traced"]
+__all__ = ["ACCUMULATES", "NAME", "Module", "call", "in_callers_modes", "traced"]
 
 NAME = "torch"
 ACCUMULATES = True  # loss.backward() adds to a local module's gradients as well
@@ -64,6 +65,13 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
 def _undisturbed(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """The call outside of what torch.compile compiles: a graph break. (See `traced` for the way without.)"""
     return call(handle, site, operands)
+
+
+def in_callers_modes(act: Callable[[], Any]) -> Callable[[], Any]:
+    """``act`` for a thread that has torch's default modes, in those of this one: gradients recorded or not, inference."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode()(act)
+    return act if torch.is_grad_enabled() else torch.no_grad()(act)
 
 
 def _constant(x: np.ndarray) -> torch.Tensor:

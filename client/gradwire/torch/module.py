@@ -19,7 +19,7 @@ import gradwire.torch
 from gradwire.families import family_of_call
 from gradwire.functional import Functional
 from gradwire.remote import stays_here
-from gradwire.torch.compiled import constant, traced
+from gradwire.torch.compiled import traced
 from gradwire.torch.names import Part, Place, placed
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import GradwireError, UsageError
@@ -39,7 +39,12 @@ class Module(torch.nn.Module):
 
     Its parameters have the remote's names and begin with the remote's values; those frozen there do not require
     gradients. Train them with any ``torch.optim``: the worker's own parameters stay as they are. ``train()`` and ``eval()``
-    set the mode of its calls. A deep copy has parameters of its own and the same remote.
+    set the mode of its own calls, whatever mode `Remote.train`, a deep copy or another module over the same remote is in.
+    A deep copy has parameters of its own and the same remote.
+
+    Tensors go in the dtypes that they have, and parameters as they are here. ``torch.autocast`` has no effect inside of a
+    remote call: it acts on torch's own operations, and those are made in another process. Convert the module (``.to(dtype)``)
+    or the inputs, or use autocast in the worker's own code.
 
     buffers="worker": BatchNorm's statistics and the like stay in the worker, where each forward in training mode moves them
     once; ``state_dict()`` fetches them and ``load_state_dict()`` sends them, and deep copies share them.
@@ -53,7 +58,8 @@ class Module(torch.nn.Module):
         super().__init__()
         if buffers not in ("worker", "explicit"):
             raise UsageError(f"buffers must be 'worker' or 'explicit', not {buffers!r}")
-        self._remote = Form(remote, buffers=buffers == "explicit")
+        self._remote = Form(remote, buffers=buffers == "explicit", training=True)
+        self._evaluating = self._remote.evaluating()
         has = Contents(remote)
         explicit = has.buffers if buffers == "explicit" else {}
         places = placed(self, [*has.parameters, *has.aliases, *explicit])
@@ -78,12 +84,11 @@ class Module(torch.nn.Module):
         given: tuple[Any, ...] = (parameters,)
         if self._remote.has_explicit_buffers:  # copies, for they are written to before the backward pass
             given = (parameters, {name: x.clone() for name, x in buffers.items()})
+        form = self._remote if self.training else self._evaluating
         if torch.compiler.is_dynamo_compiling():
-            _set_mode(self._remote, self.training)
-            result = traced(self._remote, (*given, *args), kwargs)
+            result = traced(form, (*given, *args), kwargs)
         else:
-            self._remote.set_mode(self.training)
-            result = self._remote.call(given, args, kwargs)
+            result = form.call(given, args, kwargs)
         if not self._remote.has_explicit_buffers:
             return result
         result, moved = result
@@ -91,12 +96,6 @@ class Module(torch.nn.Module):
             for name, x in moved.items():
                 buffers[name].copy_(x)
         return result
-
-    def train(self, mode: bool = True) -> Module:
-        """Training or evaluation mode, of the remote as well; of the whole, for parts have none of their own."""
-        super().train(mode)
-        self._remote.set_mode(mode)
-        return self
 
     def _check_modes(self) -> None:
         """UsageError after ``net.part.eval()``, which would change nothing in the worker."""
@@ -114,7 +113,8 @@ class Module(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
         copied = type(self).__new__(type(self))
-        memo[id(self)], memo[id(self._remote)] = copied, self._remote
+        memo[id(self)] = copied
+        memo.update({id(form): form for form in (self._remote, self._evaluating)})
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         for p in copied.parameters():
             if p.device.type == "cpu":
@@ -181,32 +181,33 @@ class Contents:
 
 
 class Form(Functional):
-    """The remote's functional form for a module: its calls, their mode, and their memory. Deep copies share it."""
+    """The remote's functional form in one mode, for a module: its calls and their memory. Deep copies share it."""
 
-    def __init__(self, remote: Remote, *, buffers: bool) -> None:
-        super().__init__(remote, buffers=buffers)
-        self._sites: dict[tuple[int, bool | None], Site] = {}
+    def __init__(self, remote: Remote, *, buffers: bool, training: bool) -> None:
+        super().__init__(remote, buffers=buffers, training=training)
+        self._sites: dict[int, Site] = {}
 
     def __repr__(self) -> str:
         return repr(self.remote)
 
+    def evaluating(self) -> Form:
+        """The same in evaluation mode; itself where the remote has no modes."""
+        if self.training is None:
+            return self
+        return Form(self.remote, buffers=self.has_explicit_buffers, training=False)
+
     @property
     def training(self) -> bool | None:
-        """The mode of the remote; None where it has none."""
-        return self.remote.handle.training
-
-    def set_mode(self, mode: bool) -> None:
-        """The mode of the calls that follow, of this module and nobody else: another may have set another."""
-        if self.training is not None and self.training != mode:
-            self.remote.train(mode)
+        """The mode of its calls; None where the remote has none."""
+        return self.handle.training
 
     def call(self, given: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with these parameters (and buffers)."""
         if not kwargs and all([isinstance(x, torch.Tensor) for x in args]):
             operands = [x for tensors in given for x in tensors.values()]
-            site = self._sites.get((len(args), self.training))
+            site = self._sites.get(len(args))
             if site is None:
-                site = self._sites[len(args), self.training] = self._described(given, args, kwargs)[0]
+                site = self._sites[len(args)] = self._described(given, args, kwargs)[0]
             return gradwire.torch.call(self.handle, site, [*operands, *args])
         site, leaves = self._described(given, args, kwargs)
         family_of_call(leaves, site.structure, gradwire.torch.NAME)
@@ -229,9 +230,3 @@ class Form(Functional):
         copy = self.handle.empty(array.shape, array.dtype)
         np.copyto(copy, array)
         return adopt(Carrier(copy, dtype))
-
-
-@constant
-def _set_mode(form: Form, mode: bool) -> None:
-    """`Form.set_mode` while compiling: another mode of the module compiles anew."""
-    form.set_mode(mode)
