@@ -46,7 +46,9 @@ class Layer(keras.layers.Layer):
 
     They are named after the remote's (``"0.weight"`` becomes ``0_weight``), have the values that the remote has now, and
     are the caller's from then on. What `Remote.requires_grad_` has frozen stays in the worker; ``layer.trainable = False``
-    freezes the rest, as in any layer. Buffers (BatchNorm's statistics) stay in the worker and move once for each call in
+    freezes the rest, as in any layer, and a Keras module in the worker with it: its BatchNorm is in inference mode then.
+    What the regularizers of a Keras module and its ``add_loss`` collect in a call becomes losses of this layer, with their
+    gradients. Buffers (BatchNorm's statistics) stay in the worker and move once for each call in
     training mode; weight files have them all the same. With ``buffers="explicit"`` they are non-trainable weights here,
     and a call changes nothing in the worker.
 
@@ -61,13 +63,17 @@ class Layer(keras.layers.Layer):
         if buffers not in ("worker", "explicit"):
             raise UsageError(f"buffers must be 'worker' or 'explicit', not {buffers!r}")
         explicit = buffers == "explicit"
-        by_mode = {mode: Functional(remote, buffers=explicit, training=mode) for mode in (False, True)}
+        by_mode = {(mode, True): self._functional(remote, explicit, mode, True) for mode in (False, True)}
         super().__init__(dtype=dtype, autocast=dtype is not None, **kwargs)
         self.supports_jit = keras.backend.backend() == "jax"
         self._remote, self._by_mode, self._explicit = _Untracked(remote), _Untracked(by_mode), explicit
         self._own: _Untracked = _Untracked(({}, {}))
         self._has_weights = False
         self._take_weights()
+
+    @staticmethod
+    def _functional(remote: Remote, explicit: bool, training: bool, trainable: bool) -> Functional:
+        return Functional(remote, buffers=explicit, training=training, trainable=trainable)
 
     @property
     def remote(self) -> Remote:
@@ -80,7 +86,7 @@ class Layer(keras.layers.Layer):
     def _take_weights(self) -> None:
         """Make variables of what the remote has; nothing where it has none yet (a Keras model that was not called)."""
         remote = self.remote.options(family="numpy")
-        frozen = set(self._by_mode.value[False].frozen())
+        frozen = set(self._by_mode.value[False, True].frozen())
         parameters = {n: x for n, x in remote.parameters().items() if n not in frozen}
         buffers = remote.buffers()
         if not (parameters or buffers or frozen):
@@ -138,12 +144,14 @@ class Layer(keras.layers.Layer):
         site, leaves = functional.flatten({n: v.value for n, v in own.items()}, (*buffers, *args), kwargs)
         face = face_named(family_of_call(leaves, site.structure, keras.backend.backend()))
         result = face.call(functional.handle, site, leaves)
-        if not self._explicit:
-            return result
-        result, moved = result
-        if functional.handle.training:
-            for name, variable in moving.items():
-                variable.assign(moved[name])
+        if self._explicit:
+            result, moved = result
+            if functional.handle.training:
+                for name, variable in moving.items():
+                    variable.assign(moved[name])
+        result, losses = result
+        for loss in losses:
+            self.add_loss(loss)
         return result
 
     def compute_output_spec(self, *args: Any, training: Any = None, **kwargs: Any) -> Any:
@@ -156,14 +164,18 @@ class Layer(keras.layers.Layer):
             Derived(functional.handle, site), [_static_aval(x) for x in operands]
         )
         result = fill(structure, [keras.KerasTensor(a.shape, a.dtype.name) for a in avals])
-        return result[0] if self._explicit else result
+        return result[0][0] if self._explicit else result[0]
 
     def _at(self, training: Any) -> tuple[Functional, dict[str, Any], dict[str, Any]]:
         if training is not None and not isinstance(training, (bool, int, np.bool_)):
             raise UsageError(
                 f"{self.name}: training must be True or False, not {training!r:.80}: a remote mode is no tensor"
             )
-        return self._by_mode.value[bool(training)], *self._own.value
+        key = (bool(training), bool(self.trainable))
+        functional = self._by_mode.value.get(key)
+        if functional is None:
+            functional = self._by_mode.value[key] = self._functional(self.remote, self._explicit, *key)
+        return functional, *self._own.value
 
     def _probe(self, args: tuple[Any, ...], training: Any, kwargs: dict[str, Any]) -> Any:
         """Keras's torch backend finds shapes out by calling with tensors of ones."""

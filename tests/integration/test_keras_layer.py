@@ -65,8 +65,14 @@ def local_training(dtype: str, steps: int) -> dict[str, np.ndarray]:
     return {name: v.detach().numpy() for name, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "tf.function"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "compiled"),
+    [
+        ("float64", 1e-9, True),
+        pytest.param("float32", 1e-5, True, marks=pytest.mark.slow),
+        pytest.param("float64", 1e-9, False, marks=pytest.mark.slow),
+    ],
+)
 def test_r43_both_ends_and_the_remote_layer_train_as_the_local_model(
     worker_of: Workers, dtype: str, tolerance: float, compiled: bool
 ) -> None:
@@ -103,6 +109,7 @@ def test_r43_both_ends_and_the_remote_layer_train_as_the_local_model(
     assert buffers["1.num_batches_tracked"] == steps  # no spec, trace or evaluation moved it (R40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_r39_fit_evaluate_predict_and_weight_files_with_each_backend(
     torch_python: Any, tmp_path: Path, backend: str, history_of_torch: list[float]
@@ -164,7 +171,7 @@ def test_a_keras_model_that_has_no_weights_yet_honours_training(worker_of: Worke
     assert layer.weights == [] and net.parameters() == {}
     symbolic = layer(keras.Input((5,), dtype="int64"))
     assert (symbolic.shape, symbolic.dtype) == ((None, 5, 3), "float32")
-    assert layer.trainable_weights[0].name == "net_embedding_embeddings"
+    assert layer.trainable_weights[0].name == "embedding_embeddings"
     before = net.buffers()
     one, two = (as_numpy(layer(IDS, training=True)) for _ in range(2))
     still, same = as_numpy(layer(IDS)), as_numpy(layer(IDS, training=False))
@@ -234,8 +241,8 @@ def test_a_keras_model_with_results_of_three_dimensions_in_an_optax_loop(
             return jnp.mean((y - jnp.sin(x[..., :3])) ** 2)
 
         def local(params: Any, x: Any) -> Any:
-            one, two = params["net/dense/kernel"], params["net/dense_1/kernel"]
-            return jnp.tanh(x @ one + params["net/dense/bias"]) @ two + params["net/dense_1/bias"]
+            one, two = params["dense/kernel"], params["dense_1/kernel"]
+            return jnp.tanh(x @ one + params["dense/bias"]) @ two + params["dense_1/bias"]
 
         def trained(apply: Any, params: Any) -> tuple[Any, list[float]]:
             @jax.jit
@@ -253,7 +260,7 @@ def test_a_keras_model_with_results_of_three_dimensions_in_an_optax_loop(
         names = dict(
             zip(
                 sorted(params),
-                sorted(["net/dense/bias", "net/dense/kernel", "net/dense_1/bias", "net/dense_1/kernel"]),
+                sorted(["dense/bias", "dense/kernel", "dense_1/bias", "dense_1/kernel"]),
                 strict=True,
             )
         )
@@ -313,27 +320,114 @@ def test_generations_a_step_in_the_worker_a_load_and_a_restart(
     again = tape.gradient(y, variables)
     np.testing.assert_array_equal(again[0], wanted[0])
     np.testing.assert_array_equal(layer(x), y)
-    worker.restart()
+    worker.restart(discard_state=True)
     with pytest.raises(gw.ResidualLostError):
         tape.gradient(y, variables)
     np.testing.assert_allclose(layer(x), y, 1e-12)
     worker.close()
 
 
+def as_a_remote(worker: gw.Worker) -> None:
+    """What Keras does for a layer beside calling it reaches the one in the worker: frozen parts, losses; and its names."""
+    import keras_models
+
+    x = tf.constant(X[:, :4], "float32")
+    local = keras_models.make_regularized()
+    remote = worker.module("keras_models:make_regularized")
+    for buffers in ("worker", "explicit"):
+        layer = gw.keras.Layer(remote, buffers=buffers)
+        for mine, value in zip(layer.trainable_weights, local.trainable_weights, strict=True):
+            mine.assign(value)
+        before = [as_numpy(v) for v in local.non_trainable_weights]
+        remote.load_state_dict(dict(zip(remote.buffers(), before, strict=True)), strict=False)
+        for model in (local, layer):
+            model.trainable = False
+        np.testing.assert_allclose(layer(x, training=True), local(x, training=True), 1e-5, 1e-5)
+        assert len(layer.losses) == len(local.losses) == 1, "no weight is regularised that does not learn"
+        for model in (local, layer):
+            model.trainable = True
+        assert all((value == b).all() for value, b in zip(remote.buffers().values(), before, strict=True))
+
+        def losses_of(model: Any) -> list[Any]:
+            with tf.GradientTape() as tape:
+                y = model(x, training=True)
+                loss = tf.reduce_sum(y) + 10 * tf.add_n(model.losses)
+            assert len(model.losses) == 2
+            return [y, loss, *tape.gradient(loss, [v.value for v in model.trainable_weights])]
+
+        for got, wanted in zip(tf.function(losses_of)(layer), losses_of(local), strict=True):
+            np.testing.assert_allclose(got, wanted, 1e-4, 1e-4)
+    again = worker.module("keras_models:make_regularized", seed=1)
+    again.load_state_dict(remote.state_dict())
+    np.testing.assert_array_equal(again(x), remote(x))
+
+
+def test_frozen_layers_losses_and_names_with_tensorflow(
+    worker_of: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE / "targets"))
+    as_a_remote(worker_of("tensorflow"))
+    import keras_models
+
+    local = keras_models.make_regularized()
+    layer = gw.keras.Layer(worker_of("tensorflow").module("keras_models:make_regularized"))
+    histories = []
+    for part in (local, layer):
+        model = keras.Sequential([keras.Input((4,)), part])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = X[:, :4].astype("float32")
+        histories.append(
+            model.fit(x, x[:, :3], epochs=3, batch_size=8, shuffle=False, verbose=0).history["loss"]
+        )
+    np.testing.assert_allclose(*histories, 1e-4)
+
+
+def test_losses_elsewhere_are_never_left_out_in_silence(
+    worker_of: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax
+
+    monkeypatch.syspath_prepend(str(HERE / "targets"))
+    import keras_models
+
+    worker = worker_of("tensorflow")
+    net = worker.module("keras_models:make_regularized")
+    with pytest.warns(UserWarning, match=r"has regularizers .*gw\.keras\.Layer.*sum\(net\.losses\)"):
+        net.optimizer("keras.optimizers:SGD", learning_rate=0.1)
+    gw.jax.functional(net)  # told once
+    with pytest.warns(UserWarning, match="has regularizers"):
+        apply, params = gw.jax.functional(worker.module("keras_models:make_with_losses"))
+    x = X[:, :4].astype("float32")
+    loss, bars = jax.value_and_grad(lambda p: apply(p, x)[1])(params)
+    local = keras_models.make_regularized()
+    for v, value in zip(local.trainable_weights, params.values(), strict=True):
+        v.assign(value)
+    with tf.GradientTape() as tape:
+        local(x)
+        wanted = tf.add_n(local.losses)
+    np.testing.assert_allclose(loss, wanted, 1e-5)
+    gradients = tape.gradient(wanted, [v.value for v in local.trainable_weights])
+    for name, gradient in zip(params, gradients, strict=True):
+        np.testing.assert_allclose(bars[name], gradient, 1e-4, 1e-6)
+
+
 # ---- Keras with another backend in a worker ----------------------------------------------------------------------------
 
 
-def test_r39_keras_with_the_torch_backend_in_a_worker(shared_bridge: gw.Bridge, worker_of: Workers) -> None:
+@pytest.mark.slow
+def test_r39_keras_with_the_torch_backend_in_a_worker(
+    shared_bridge: gw.Bridge, worker_of: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same model and weights as in a TensorFlow worker: results, gradients, statistics, mode and seeds."""
     options: dict[str, Any] = {"python": sys.executable, "path": [HERE / "targets"], "threads": 1}
     worker = shared_bridge.worker("torch", env={"KERAS_BACKEND": "torch"}, **options)
     net = worker.module("keras_models:make_noisy")
     twin = worker_of("tensorflow").module("keras_models:make_noisy")
-    names = {}  # Keras numbers layers by process
-    for mine, other in ((net.parameters(), twin.parameters()), (net.buffers(), twin.buffers())):
-        names.update(zip(mine, other, strict=True))
-    assert next(iter(names)) == "net/dense/kernel" and len(names) == 8
-    twin.load_state_dict({names[name]: value for name, value in net.state_dict().items()})
+    state = (
+        net.state_dict()
+    )  # KerasModule's places are of torch, but named as Keras names them in every worker
+    assert next(iter(net.parameters())) == "dense/kernel" and len(state) == 8
+    twin.load_state_dict(state)
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     assert net.spec(x).shape == (16, 3) and net.training is True
 
@@ -353,7 +447,7 @@ def test_r39_keras_with_the_torch_backend_in_a_worker(shared_bridge: gw.Bridge, 
         layers[1](x, training=True)
     assert (one != two).any()  # dropout
     for name, value in net.buffers().items():
-        np.testing.assert_allclose(value, twin.buffers()[names[name]], 1e-5, 1e-6, err_msg=name)
+        np.testing.assert_allclose(value, twin.buffers()[name], 1e-5, 1e-6, err_msg=name)
     net.train()
     seeded = net.options(seed=5)
     assert (seeded(x) == seeded(x)).all()
@@ -362,6 +456,8 @@ def test_r39_keras_with_the_torch_backend_in_a_worker(shared_bridge: gw.Bridge, 
     pullback(y)
     optimizer.step()
     assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
+    monkeypatch.syspath_prepend(str(HERE / "targets"))
+    as_a_remote(worker)
     worker.close()
 
     wrong = shared_bridge.worker("torch", env={"KERAS_BACKEND": "tensorflow"}, **options)
@@ -397,14 +493,15 @@ def test_a_flax_module_as_a_keras_layer(worker_of: Workers) -> None:
     check_noisy_layer(layer, net)
 
 
-def test_r39_keras_with_the_jax_backend_in_a_worker(shared_bridge: gw.Bridge) -> None:
+@pytest.mark.slow
+def test_r39_keras_with_the_jax_backend_in_a_worker(
+    shared_bridge: gw.Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"python": sys.executable, "path": [HERE / "targets"], "threads": 1}
     worker = shared_bridge.worker("jax", env={"KERAS_BACKEND": "jax"}, **options)
     net = worker.module("keras_models:make_noisy")
     assert (
-        net.training is False
-        and next(iter(net.parameters())) == "net/dense/kernel"
-        and len(net.buffers()) == 2
+        net.training is False and next(iter(net.parameters())) == "dense/kernel" and len(net.buffers()) == 2
     )
     check_noisy_layer(gw.keras.Layer(net), net)
     net.train()
@@ -416,6 +513,8 @@ def test_r39_keras_with_the_jax_backend_in_a_worker(shared_bridge: gw.Bridge) ->
     pullback(y)
     optimizer.step()
     assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
+    monkeypatch.syspath_prepend(str(HERE / "targets"))
+    as_a_remote(worker)
     worker.close()
     wrong = shared_bridge.worker("jax", env={"KERAS_BACKEND": "tensorflow"}, **options)
     with pytest.raises(gw.UsageError, match="KERAS_BACKEND"):

@@ -314,7 +314,7 @@ def test_what_is_wrong_with_the_given_values_is_said() -> None:
     base = loaded(CASES["keras in evaluation"])
     name, value = next(iter(base.parameters().items()))
     for given, said in [
-        ({"nope": value}, "no parameter nope. It has net/dense"),
+        ({"nope": value}, "no parameter nope. It has dense"),
         ({name: value[:2]}, r"float64 of shape \(4, 5\) in the module, and float64 of shape \(2, 5\)"),
         ({name: tf.cast(value, tf.float32)}, "and float32 of"),
     ]:

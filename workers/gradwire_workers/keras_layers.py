@@ -1,13 +1,123 @@
-"""Which objects are Keras layers, of any Keras, none of which is imported for this."""
+"""Keras layers, of any Keras, none of which is imported for this: which objects are, what their variables are called,
+and what Keras does for a layer beside calling it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Sequence
 
-__all__ = ["is_keras_layer"]
+__all__ = ["called_in_layer", "frozen", "is_keras_layer", "keras_path", "regularized", "stable_paths"]
 
 _KERAS = ("keras.", "tf_keras.", "tensorflow.python.keras.")
+_GENERIC = {"Functional": ("functional", "model"), "Variable": ("variable",)}
 
 
 def is_keras_layer(target: Any) -> bool:
     return any(c.__name__ == "Layer" and c.__module__.startswith(_KERAS) for c in type(target).__mro__)
+
+
+# ---- Names -----------------------------------------------------------------------------------------------------------
+
+
+def stable_paths(layer: Any, variables: Sequence[Any]) -> list[str]:
+    """A path for each of the layer's variables that is the same for every layer of this architecture.
+
+    Keras numbers what has no name of its own by process: ``sequential_1/dense_2/kernel`` of the second model. Here the
+    root's name is left out, and what Keras has numbered is numbered anew within its parent, by first appearance:
+    ``dense/kernel``, ``dense_1/kernel``. Not unique where two layers share a name.
+    """
+    counted = _counted_names(layer)
+    stable: dict[tuple[str, ...], str] = {(): "", (layer.name,): ""}
+    taken: set[str] = set()
+    found = []
+    for variable in variables:
+        parts = tuple(keras_path(variable).split("/"))
+        for depth in range(1, len(parts)):
+            if parts[:depth] not in stable:
+                name = _free(stable[parts[: depth - 1]], _plain(parts[depth - 1], counted), taken)
+                stable[parts[:depth]] = name
+                taken.add(name)
+        leaf = re.sub(r"^variable_\d+$", "variable", parts[-1])
+        found.append(stable[parts[:-1]] + leaf)
+    return found
+
+
+def keras_path(variable: Any) -> str:
+    """Keras 3's path, or Keras 2's name."""
+    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
+
+
+def _counted_names(layer: Any) -> dict[str, str]:
+    """Names that Keras has given by class and number, as far as they are recognised by it: without the number."""
+    found = {}
+    for part in layer._flatten_layers():
+        name = str(part.name)
+        for base in _GENERIC.get(type(part).__name__, (_snake_case(type(part).__name__),)):
+            match = re.fullmatch(rf"((?:forward_|backward_)?{base})(?:_\d+)?", name)
+            if match:
+                found[name] = match.group(1)
+    return found
+
+
+def _snake_case(name: str) -> str:
+    """As Keras makes names of classes."""
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _plain(name: str, counted: dict[str, str]) -> str:
+    return counted.get(name, name)
+
+
+def _free(parent: str, name: str, taken: set[str]) -> str:
+    number, free = 1, f"{parent}{name}/"
+    while free in taken:
+        free, number = f"{parent}{name}_{number}/", number + 1
+    return free
+
+
+# ---- What Keras does for a layer beside calling it -------------------------------------------------------------------
+
+
+@contextmanager
+def frozen(layers: Sequence[Any]) -> Iterator[None]:
+    """As with ``trainable = False``: a BatchNorm in them is in inference mode then, and nothing is regularised.
+
+    The flag of the layers alone is set: the setter would reach for the variables as well.
+    """
+    every = {id(part): part for layer in layers for part in layer._flatten_layers()}
+    flags = [part.__dict__ for part in every.values() if part.__dict__.get("_trainable")]
+    try:
+        for flag in flags:
+            flag["_trainable"] = False
+        yield
+    finally:
+        for flag in flags:
+            flag["_trainable"] = True
+
+
+def called_in_layer(layers: Sequence[Any], trainable: bool, call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """The result of a call, and the losses that these layers, which it calls, have collected in it.
+
+    For a layer of the caller's, which is trainable or frozen, and adds these losses to its own.
+    """
+    with frozen(() if trainable else layers):
+        result = call()
+        return result, [loss for layer in layers for loss in layer.losses]
+
+
+def regularized(layer: Any) -> list[str]:
+    """Names of the parts whose regularizers Keras would add to the loss of a model that has this layer."""
+    return [str(part.name) for part in layer._flatten_layers() if _is_regularized(part)]
+
+
+def _is_regularized(part: Any) -> bool:
+    own = [*getattr(part, "_trainable_variables", ()), *getattr(part, "_trainable_weights", ())]
+    return bool(
+        getattr(part, "activity_regularizer", None) is not None
+        or getattr(part, "_callable_losses", None)  # Keras 2
+        or any(getattr(v, "regularizer", None) is not None for v in own)
+    )

@@ -148,7 +148,12 @@ class Program(Protocol):
         groups: each a dict of ``names``, a list of parameters, and options of their own; the others are left alone.
         """
 
-    def functional(self, buffers: bool, training: bool | None = None) -> Program:
+    def regularizers(self) -> list[str]:
+        """Names of the parts whose regularizers Keras adds to the loss of a model, and which a call's result does not have."""
+
+    def functional(
+        self, buffers: bool, training: bool | None = None, trainable: bool | None = None
+    ) -> Program:
         """The module as a function of its parameters, which come as an argument and so get gradients like any other.
 
         Its target is called as ``(parameters, *args, **kwargs) -> result``, with ``parameters`` a dict by the names of
@@ -156,6 +161,8 @@ class Program(Protocol):
         With ``buffers`` they come and go instead: ``(parameters, buffers, *args, **kwargs) -> (result, buffers)``.
         Mode and generation are the module's; the verbs about state act on the module. With ``training`` its calls have
         that mode instead, and the module has its own again after each of them.
+        With ``trainable`` the caller is a Keras layer, and this is its flag: the result is ``(result, losses)`` with the list
+        of losses that Keras has collected in the call, and with False a Keras module is called as a frozen one.
         """
 
 

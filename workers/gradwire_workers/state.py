@@ -69,11 +69,10 @@ class State:
             "save": self._save,
             "load": self._load,
             "grads": lambda program: program.grads(),
-            "functional": lambda program, buffers, training=None: self._register(
-                program.functional(bool(buffers))
-                if training is None
-                else program.functional(bool(buffers), training)
+            "functional": lambda program, buffers, *mode: self._register(
+                program.functional(bool(buffers), *mode)
             ),
+            "regularizers": lambda program: list(getattr(program, "regularizers", list)()),
             "optimizer": self._make_optimizer,
             "step": self._step,
             "zero_grad": lambda program, number: self._optimizer(program, number).zero_grad(),

@@ -22,6 +22,36 @@ def make_dense(width=3, dtype="float32", seed=0):
     return net
 
 
+def make_regularized(seed=0):
+    """(batch, 4) to (batch, 3), with BatchNorm and losses for its weights and for what comes out."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dense(3, activity_regularizer="l2"),
+        ]
+    )
+
+
+class WithLosses(keras.Model):
+    """Whose result has the losses of what is inside: (y, their sum)."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def call(self, x, training=None):
+        y = self.net(x, training=training)
+        return y, sum(self.net.losses)
+
+
+def make_with_losses():
+    return WithLosses(make_regularized())
+
+
 def make_noisy(seed=0):
     """(batch, 4) to (batch, 3), with BatchNorm and dropout."""
     keras.utils.set_random_seed(seed)

@@ -28,7 +28,7 @@ from gradwire_workers.jax.programs import Program, innermost
 from gradwire_workers.jax.store import Moment, Store
 from gradwire_workers.program import Result, WorkerSite
 
-__all__ = ["Core", "Form", "Replay", "with_buffers", "with_parameters", "without"]
+__all__ = ["Core", "Form", "InLayer", "Replay", "with_buffers", "with_parameters", "without"]
 
 Form = Callable[..., Any]  # (model, training, arrays, key, args, kwargs) -> (result, what it moves)
 
@@ -58,6 +58,34 @@ def with_buffers(
     if training is False:
         moved = {}
     return (result, {name: moved.get(name, x) for name, x in buffers.items()}), {}
+
+
+class InLayer:
+    """A form whose result is ``(result, losses)``: see `gradwire_workers.program.Program.functional`."""
+
+    def __init__(self, form: Form, trainable: bool) -> None:
+        self._form, self._trainable = form, trainable
+
+    def __call__(
+        self, model: Model, training: Any, arrays: dict[str, Any], key: Any, args: Any, kwargs: Any
+    ) -> Any:
+        return self._form(_Collecting(model, self._trainable), training, arrays, key, args, kwargs)
+
+
+class _Collecting:
+    """A model that gives the losses it has collected along with its result: those of Keras do."""
+
+    def __init__(self, model: Model, trainable: bool) -> None:
+        self._model, self._trainable = model, trainable
+        self.name, self.parameters, self.buffers = model.name, model.parameters, model.buffers
+        self.training, self.is_pure = model.training, model.is_pure
+
+    def apply(self, *call: Any) -> Any:
+        in_layer = getattr(self._model, "apply_in_layer", None)
+        if in_layer is not None:
+            return in_layer(self._trainable, *call)
+        result, moved = self._model.apply(*call)
+        return (result, []), moved
 
 
 def _check_names(given: Any, there: dict[str, Any], what: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import jax
 import keras
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.keras_layers import called_in_layer, regularized, stable_paths
 
 __all__ = ["KerasModel"]
 
@@ -35,8 +36,8 @@ class KerasModel:
         self.training: bool | None = False
         trainable, weights = ({id(v) for v in vs} for vs in (layer.trainable_variables, layer.weights))
         self._variables: dict[str, Any] = {}
-        for v in layer.weights:
-            self._variables[self._free_name(v.path)] = v
+        for path, v in zip(stable_paths(layer, layer.weights), layer.weights):
+            self._variables[self._free_name(path)] = v
         values = {name: v.value for name, v in self._variables.items()}
         self.parameters = {n: x for n, x in values.items() if id(self._variables[n]) in trainable}
         self.buffers = {n: x for n, x in values.items() if n not in self.parameters}
@@ -57,6 +58,37 @@ class KerasModel:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
+        return self._applied(self._layer, training, arrays, key, args, kwargs)
+
+    def apply_in_layer(
+        self,
+        trainable: bool,
+        training: bool | None,
+        arrays: dict[str, Any],
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """`apply` with ``(result, losses)`` as the result."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return called_in_layer([self._layer], trainable, lambda: self._layer(*args, **kwargs))
+
+        return self._applied(call, training, arrays, key, args, kwargs)
+
+    def regularizers(self) -> list[str]:
+        """See `gradwire_workers.program.Program.regularizers`."""
+        return regularized(self._layer)
+
+    def _applied(
+        self,
+        call: Callable[..., Any],
+        training: bool | None,
+        arrays: dict[str, Any],
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("training", training) != training:
             raise UsageError(
                 f"training={kwargs['training']} in the call, and the module is in the other mode: use remote.train() and "
@@ -64,8 +96,8 @@ class KerasModel:
             )
         mapping = [(v, arrays[name]) for name, v in self._variables.items()]
         mapping += [(v, _seed(v, jax.random.fold_in(key, i))) for i, v in enumerate(self._seeds)]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            result = self._layer(*args, **{**kwargs, "training": training})
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+            result = call(*args, **{**kwargs, "training": training})
         moved = {name: scope.get_current_value(self._variables[name]) for name in self.buffers}
         return result, {name: arrays[name] if x is None else x for name, x in moved.items()}
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ResidualLostError
-from gradwire_workers.jax.hidden import Core, Form, Replay, with_buffers, with_parameters, without
+from gradwire_workers.jax.hidden import Core, Form, InLayer, Replay, with_buffers, with_parameters, without
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.optimizers import OptaxOptimizer
 from gradwire_workers.jax.store import Store
@@ -146,8 +146,15 @@ class ModuleProgram:
     ) -> OptaxOptimizer:
         return OptaxOptimizer(self._store, target, kwargs, groups)
 
-    def functional(self, buffers: bool, training: bool | None = None) -> ModuleProgram:
-        return ModuleProgram(self._store, with_buffers if buffers else with_parameters, training)
+    def regularizers(self) -> list[str]:
+        found: list[str] = getattr(self._store.model, "regularizers", list)()
+        return found
+
+    def functional(
+        self, buffers: bool, training: bool | None = None, trainable: bool | None = None
+    ) -> ModuleProgram:
+        form: Form = with_buffers if buffers else with_parameters
+        return ModuleProgram(self._store, form if trainable is None else InLayer(form, trainable), training)
 
 
 class Owned:

@@ -186,7 +186,12 @@ class Program:
     def optimizer(self, target: Any, kwargs: dict[str, Any], groups: Any = None) -> Optimizer:
         _refuse("optimizer()")
 
-    def functional(self, buffers: bool, training: bool | None = None) -> NoReturn:
+    def regularizers(self) -> list[str]:
+        return []
+
+    def functional(
+        self, buffers: bool, training: bool | None = None, trainable: bool | None = None
+    ) -> NoReturn:
         _refuse("functional()")
 
 

@@ -7,6 +7,7 @@ from typing import Any, Mapping
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.keras_layers import called_in_layer
 from gradwire_workers.tensorflow.modules import Module, resource_of, value_of
 from gradwire_workers.tensorflow.substitution import substituted
 
@@ -16,22 +17,25 @@ __all__ = ["WithBuffers", "WithParameters"]
 class WithParameters:
     """``(parameters, *args, **kwargs) -> result`` in one mode; how the module itself is called is ``call``'s business."""
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
+    def __init__(self, module: Module, trainable: bool | None = None) -> None:
+        self._module, self._trainable = module, trainable
 
     def __call__(self, call: Any, parameters: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         given = _given("parameter", self._module.trainable(), parameters)
         with substituted(given):
-            result = call(*args, **kwargs)
+            result = self._called(call, args, kwargs)
             _check_unwritten(given)
             return result
 
+    def _called(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """With the losses where a layer of the caller's asks: see `gradwire_workers.program.Program.functional`."""
+        if self._trainable is None:
+            return call(*args, **kwargs)
+        return called_in_layer(self._module.layers(), self._trainable, lambda: call(*args, **kwargs))
 
-class WithBuffers:
+
+class WithBuffers(WithParameters):
     """``(parameters, buffers, *args, **kwargs) -> (result, buffers)``."""
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
 
     def __call__(
         self,
@@ -44,7 +48,7 @@ class WithBuffers:
         moving = _given("buffer", self._module.rest(), buffers)
         given = _given("parameter", self._module.trainable(), parameters)
         with substituted({**given, **moving}):
-            result = call(*args, **kwargs)
+            result = self._called(call, args, kwargs)
             _check_unwritten(given)
             return result, {name: tf.identity(variable.value()) for name, (variable, _) in moving.items()}
 

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterable, Mapping
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import is_keras_layer
+from gradwire_workers.keras_layers import is_keras_layer, stable_paths
 
 __all__ = ["Module", "problems_of_state", "resource_of", "unique_names", "value_of"]
 
@@ -64,7 +64,8 @@ class Module:
     def named(self) -> dict[str, Any]:
         """All variables by name, without the states of Keras's random generators and metrics.
 
-        Keras's path, a tf.Module's attribute path, or the variable's name; numbered where that is not unique.
+        A Keras path that is the same in every process (`stable_paths`), a tf.Module's attribute path, or the variable's
+        name; numbered where that is not unique.
         """
         return self._named()[0]
 
@@ -74,9 +75,10 @@ class Module:
             return _named_in(self.target)
         found = self._listed("weights" if self.is_keras else "variables")
         trainable = {id(v) for v in self._listed("trainable_variables")}
-        return unique_names(
-            (getattr(v, "path", None) or v.name.partition(":")[0], v) for v in found
-        ), trainable
+        paths = (
+            stable_paths(self.target, found) if self.is_keras else [v.name.partition(":")[0] for v in found]
+        )
+        return unique_names(zip(paths, found)), trainable
 
     def random_states(self) -> list[Any]:
         """The variables of Keras's random generators in it."""
@@ -85,6 +87,14 @@ class Module:
         weights = {id(v) for v in self._listed("weights")}
         others = [v for v in self._listed("variables") if id(v) not in weights]
         return [v for v in others if "seed_generator" in getattr(v, "path", "")]
+
+    def layers(self) -> list[Any]:
+        """The outermost Keras layers of it: itself, or those in a tf.Module."""
+        if self.is_keras:
+            return [self.target]
+        if not isinstance(self.target, tf.Module):
+            return []
+        return list(self.target._flatten(recursive=True, predicate=is_keras_layer))
 
     def _listed(self, attribute: str) -> list[Any]:
         try:
@@ -130,8 +140,8 @@ def _named_in(module: tf.Module) -> tuple[dict[str, Any], set[int]]:
             found.setdefault(id(x), (name, x))
             trainable.update({id(x)} if x.trainable else ())
         else:
-            for v in x.weights:
-                found.setdefault(id(v), (f"{name}/{getattr(v, 'path', v.name)}", v))
+            for own, v in zip(stable_paths(x, x.weights), x.weights):
+                found.setdefault(id(v), (f"{name}/{own}", v))
             trainable.update(id(v) for v in x.trainable_variables)
     return unique_names(found.values()), trainable
 

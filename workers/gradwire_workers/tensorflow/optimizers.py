@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.keras_layers import keras_path
 from gradwire_workers.tensorflow.modules import problems_of_state, unique_names, value_of
 
 __all__ = ["TensorFlowOptimizer"]
@@ -25,6 +26,7 @@ class Group:
     def __init__(self, name: str, optimizer: Any, members: Sequence[str] | None) -> None:
         self._name, self.optimizer, self._members = name, optimizer, members
         self._built = False
+        self._paths: dict[str, str] = {}  # Keras's of the members -> names
         self._traced: dict[tuple[str, ...], Callable[..., Any]] = {}
 
     def has(self, name: str) -> bool:
@@ -35,6 +37,7 @@ class Group:
         members = [v for name, v in variables.items() if self.has(name)]
         if self._built or not members:
             return
+        self._paths = {keras_path(v): name for name, v in variables.items() if self.has(name)}
         make = getattr(self.optimizer, "build", None) or getattr(self.optimizer, "_create_all_weights", None)
         if make is not None:
             make(members)
@@ -91,12 +94,24 @@ class Group:
     # ---- State -------------------------------------------------------------------------------------------------------
 
     def variables(self) -> dict[str, Any]:
-        """Step count and slots by name, without the optimizer's own: Keras numbers these."""
+        """Step count and slots by name, without the optimizer's own and with those of the parameters: Keras numbers its."""
         found = getattr(self.optimizer, "variables", ())
         listed = list(found() if callable(found) else found)
-        names = [getattr(v, "path", None) or v.name.partition(":")[0] for v in listed]
+        names = [keras_path(v) for v in listed]
         own = f"{getattr(self.optimizer, 'name', '')}/"
-        return unique_names((n[len(own) :] if n.startswith(own) else n, v) for n, v in zip(names, listed))
+        short = [n[len(own) :] if n.startswith(own) else n for n in names]
+        return unique_names((_slot_name(n, self._paths), v) for n, v in zip(short, listed))
+
+
+def _slot_name(name: str, paths: Mapping[str, str]) -> str:
+    """With the name of its parameter in place of Keras's path of it (longest first: one may begin as another does)."""
+    for path in sorted(paths, key=len, reverse=True):
+        flat = path.replace("/", "_") + "_"  # Keras 3: path_of_it_momentum
+        if name.startswith(flat):
+            return paths[path].replace("/", "_") + "_" + name[len(flat) :]
+        if name.endswith("/" + path):  # Keras 2: m/path/of/it
+            return name[: -len(path)] + paths[path]
+    return name
 
 
 class TensorFlowOptimizer:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
+from gradwire_workers.keras_layers import regularized
 from gradwire_workers.program import Residual, Result, WorkerSite
 from gradwire_workers.tensorflow.functional import WithBuffers, WithParameters
 from gradwire_workers.tensorflow.functions import SiteFunction
@@ -139,18 +140,30 @@ class TensorFlowProgram:
         self._module.check_state()
         return TensorFlowOptimizer(self, target, kwargs, groups)
 
-    def functional(self, buffers: bool, training: bool | None = None) -> TensorFlowFunctional:
+    def regularizers(self) -> list[str]:
+        return [name for layer in self._module.layers() for name in regularized(layer)]
+
+    def functional(
+        self, buffers: bool, training: bool | None = None, trainable: bool | None = None
+    ) -> TensorFlowFunctional:
         self._module.check_state()
-        return TensorFlowFunctional(self, self._module, buffers, training)
+        return TensorFlowFunctional(self, self._module, buffers, training, trainable)
 
 
 class TensorFlowFunctional(TensorFlowProgram):
     """A module as a function of its parameters; its state, and its mode unless it has one of its own, are the base's."""
 
-    def __init__(self, base: TensorFlowProgram, module: Module, buffers: bool, training: bool | None) -> None:
+    def __init__(
+        self,
+        base: TensorFlowProgram,
+        module: Module,
+        buffers: bool,
+        training: bool | None,
+        trainable: bool | None,
+    ) -> None:
         self._base, self._module, self._mode = base, module, training
         self.is_module = True
-        self._around = (WithBuffers if buffers else WithParameters)(module)
+        self._around = (WithBuffers if buffers else WithParameters)(module, trainable)
         self._gradients = base._gradients
         self._functions = OrderedDict()
 

@@ -11,7 +11,7 @@ with the tensors of their forward in place.
 from __future__ import annotations
 
 from collections import deque
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
 from typing import Any, Callable, Iterable, Sequence
 
@@ -20,6 +20,7 @@ import torch
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill_call, leaf_count
 from gradwire_workers.program import Result, WorkerSite
+from gradwire_workers.torch import state
 from gradwire_workers.torch.kept import Kept, own_leaves
 from gradwire_workers.torch.program import TorchFlat, TorchProgram
 from gradwire_workers.torch.tape import leaves_of
@@ -120,13 +121,14 @@ def _found(
 
 
 class _WithParameters:
-    """``(parameters, *args, **kwargs) -> result``."""
+    """``(parameters, *args, **kwargs) -> result``. trainable: see `gradwire_workers.program.Program.functional`."""
 
-    def __init__(self, module: Any, mode: bool | None = None) -> None:
+    def __init__(self, module: Any, mode: bool | None = None, trainable: bool | None = None) -> None:
         self._module, self._places = module, _Places(module, mode)
+        self._call = module if trainable is None else partial(_in_layer, module, trainable)
 
     def __call__(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return self._places.call(parameters, {}, self._module, *args, **kwargs)
+        return self._places.call(parameters, {}, self._call, *args, **kwargs)
 
     def within(self, args: Sequence[Any], function: Callable[[], Any]) -> Any:
         """The function while the tensors of the call with these arguments are in place."""
@@ -143,13 +145,13 @@ class _WithBuffers(_WithParameters):
     Buffers return as they came: a caller without 64-bit types has them as words (`_from_words`).
     """
 
-    def __init__(self, module: Any, mode: bool | None = None) -> None:
-        super().__init__(module, mode)
+    def __init__(self, module: Any, mode: bool | None = None, trainable: bool | None = None) -> None:
+        super().__init__(module, mode, trainable)
         self._own_buffers = dict(module.named_buffers())
 
     def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         moved = self._copies(buffers)
-        result = self._places.call(parameters, moved, self._module, *args, **kwargs)
+        result = self._places.call(parameters, moved, self._call, *args, **kwargs)
         return result, {name: _as_came(x.detach(), buffers[name]) for name, x in moved.items()}
 
     def within(self, args: Sequence[Any], function: Callable[[], Any]) -> Any:
@@ -159,6 +161,13 @@ class _WithBuffers(_WithParameters):
         return {
             name: _from_words(x.detach(), self._own_buffers.get(name)).clone() for name, x in buffers.items()
         }
+
+
+def _in_layer(module: Any, trainable: bool, *args: Any, **kwargs: Any) -> Any:
+    """``(result, losses)``: torch's own modules collect none, and know no layer that is frozen."""
+    if not state.is_of_keras(module):
+        return module(*args, **kwargs), []
+    return module.in_layer(trainable, *args, **kwargs)
 
 
 def _from_words(x: Any, own: Any) -> Any:
@@ -238,12 +247,18 @@ class TorchFunctional(TorchProgram):
     Raises UsageError for modules whose tensors cannot be replaced while they run.
     """
 
-    def __init__(self, base: TorchProgram, buffers: bool, training: bool | None = None) -> None:
+    def __init__(
+        self,
+        base: TorchProgram,
+        buffers: bool,
+        training: bool | None = None,
+        trainable: bool | None = None,
+    ) -> None:
         module = base._state()
         _check(module)
         self._base, self._mode = base, training
         super().__init__(module, base._device or torch.device("cpu"))
-        self._target: Any = (_WithBuffers if buffers else _WithParameters)(module, training)
+        self._target: Any = (_WithBuffers if buffers else _WithParameters)(module, training, trainable)
         self._seen: dict[Any, int] = {}
 
     def trainable(self) -> list[Any]:

@@ -8,12 +8,13 @@ optimizers, shadows and functional forms are torch's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import keras
 import torch
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.keras_layers import called_in_layer, regularized, stable_paths
 
 __all__ = ["KerasModule"]
 
@@ -31,13 +32,14 @@ class KerasModule(torch.nn.Module):
         trainable = {id(v) for v in layer.trainable_variables}
         weights = {id(v) for v in layer.weights}
         self._places: dict[str, Any] = {}
-        for v in layer.weights:
-            name = self._free_name(v.path.replace(".", "_"))
+        for path, v in zip(stable_paths(layer, layer.weights), layer.weights):
+            name = self._free_name(path.replace(".", "_"))
             self._places[name] = v
             if id(v) in trainable:
                 self.register_parameter(name, v.value)
             else:
                 self.register_buffer(name, v.value.detach())
+        self._originals = _AsItIs(list(self._places.values()))
         self._seeds = [
             v for v in layer.variables if id(v) not in weights and v.path.endswith("seed_generator_state")
         ]
@@ -49,6 +51,22 @@ class KerasModule(torch.nn.Module):
         return free
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._applied(self._layer[0], args, kwargs)
+
+    def in_layer(self, trainable: bool, *args: Any, **kwargs: Any) -> Any:
+        """A call with ``(result, losses)`` as the result."""
+        (layer,) = self._layer
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return called_in_layer([layer], trainable, lambda: layer(*args, **kwargs))
+
+        return self._applied(call, args, kwargs)
+
+    def regularizers(self) -> list[str]:
+        """See `gradwire_workers.program.Program.regularizers`."""
+        return regularized(self._layer[0])
+
+    def _applied(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if kwargs.setdefault("training", self.training) != self.training:
             raise UsageError(
                 f"training={kwargs['training']} in the call, and the module is in "
@@ -56,18 +74,30 @@ class KerasModule(torch.nn.Module):
             )
         given = {name: self._parameters.get(name, self._buffers.get(name)) for name in self._places}
         mapping = [(self._places[name], x) for name, x in given.items()]
+        # for shapes a shadow of this runs, with Keras's own lists of variables in it as they are
+        for variable, (place, x) in zip(self._originals.value, mapping[:]):
+            mapping += [] if variable is place else [(variable, x)]
         if self.training:
             mapping += [
                 (v, torch.randint(0, 2**31 - 1, tuple(v.shape)).to(v.value.dtype)) for v in self._seeds
             ]
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            result = self._layer[0](*args, **kwargs)
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+            result = call(*args, **kwargs)
         for name, buffer in self._buffers.items():
             moved = scope.get_current_value(self._places[name])
             if buffer is not None and moved is not None and moved is not given[name]:
                 with torch.no_grad():
                     buffer.copy_(moved)
         return result
+
+
+class _AsItIs:
+    """What `gradwire_workers.torch.shadows` does not look into."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 def _check(layer: Any) -> None:

@@ -238,10 +238,15 @@ class TorchProgram:
     ) -> TorchOptimizer:
         return TorchOptimizer(self, self._state(), target, kwargs, groups)
 
-    def functional(self, buffers: bool, training: bool | None = None) -> TorchProgram:
+    def regularizers(self) -> list[str]:
+        return state.regularizers(self._state())
+
+    def functional(
+        self, buffers: bool, training: bool | None = None, trainable: bool | None = None
+    ) -> TorchProgram:
         from gradwire_workers.torch.functional import TorchFunctional  # which is a program itself
 
-        return TorchFunctional(self, buffers, training)
+        return TorchFunctional(self, buffers, training, trainable)
 
 
 def _result(site: WorkerSite, word: tuple[Any, ...], results: Sequence[Any], structure: bytes) -> Result:

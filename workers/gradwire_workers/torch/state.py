@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Iterable, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.torch import adopt
 from gradwire_workers.torch.tape import is_inexact
 
-__all__ = ["aliases", "detached", "freeze", "frozen", "grads", "load"]
+__all__ = ["aliases", "detached", "freeze", "frozen", "grads", "is_of_keras", "load", "regularizers"]
 
 
 def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,3 +93,14 @@ def _check_dtype(name: str, given: Any, there: Any) -> None:
             f"nothing was loaded. {name} is {str(there.dtype)[6:]} in the module and {str(given.dtype)[6:]} in the state given. "
             f"Convert it first: x.astype({str(there.dtype)[6:]!r})"
         )
+
+
+def is_of_keras(module: Any) -> bool:
+    """Whether it is a `gradwire_workers.torch.keras.KerasModule`, which only they load who have Keras."""
+    loaded = sys.modules.get("gradwire_workers.torch.keras")
+    return loaded is not None and isinstance(module, loaded.KerasModule)
+
+
+def regularizers(module: Any) -> list[str]:
+    """See `gradwire_workers.program.Program.regularizers`."""
+    return list(module.regularizers()) if is_of_keras(module) else []

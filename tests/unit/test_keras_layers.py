@@ -1,0 +1,101 @@
+"""What Keras counts by process is called the same in every process; frozen calls leave the layers as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from gradwire_workers.keras_layers import called_in_layer, frozen, is_keras_layer, regularized, stable_paths
+
+layers = keras.layers
+
+
+class Built(keras.Model):  # type: ignore[misc]
+    """Parts that were built outside of it, variables without names, and a part that has parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = layers.Dense(2), layers.Dense(2), layers.Dense(2, name="head")
+        self.inner = keras.Sequential([layers.Dense(2), layers.Dense(2)])
+        for part in (self.second, self.first, self.head, self.inner):
+            part.build((None, 2))
+        self.free = [self.add_weight(shape=(2,)) for _ in range(2)]
+
+    def call(self, x: Any) -> Any:
+        return self.inner(self.head(self.second(self.first(x + self.free[0] * self.free[1]))))
+
+
+def functional() -> Any:
+    x = keras.Input((3, 4))
+    y = layers.Bidirectional(layers.LSTM(2))(x)
+    return keras.Model(x, layers.Dense(1)(layers.Dense(2, name="dense_of_mine")(y)))
+
+
+def sequential() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(3),
+            layers.BatchNormalization(),
+            layers.Dense(3),
+            layers.BatchNormalization(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("make", [Built, functional, sequential])
+def test_names_are_those_of_the_architecture(make: Callable[[], Any]) -> None:
+    first = make()
+    layers.Dense(2), layers.LSTM(2), keras.Sequential(), layers.BatchNormalization()
+    second = make()
+    names = [stable_paths(model, model.weights) for model in (first, second)]
+    assert names[0] == names[1]
+    assert [v.path for v in first.weights] != [v.path for v in second.weights], "or this shows nothing"
+
+
+def test_names_that_were_given_stay_and_the_root_is_left_out() -> None:
+    model = sequential()
+    first = stable_paths(model, model.weights)
+    assert first[:2] == ["dense/kernel", "dense/bias"] and "batch_normalization_1/gamma" in first
+    model = functional()
+    assert "dense_of_mine/kernel" in stable_paths(model, model.weights)
+    net = keras.Sequential([keras.Input((2,)), layers.Dense(1)], name="mine")
+    assert stable_paths(net, net.weights) == ["dense/kernel", "dense/bias"]
+    layer = layers.Dense(1)
+    layer.build((None, 2))
+    assert stable_paths(layer, layer.weights) == ["kernel", "bias"]
+
+
+def test_frozen_for_a_call_and_as_it_was_afterwards() -> None:
+    net = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(3, kernel_regularizer="l2"), layers.BatchNormalization()]
+    )
+    net.layers[0].trainable = False
+    x, before = np.ones((5, 4), "float32"), [v.numpy() for v in net.non_trainable_weights]
+    learning = [v.path for v in net.trainable_weights]
+    with pytest.raises(ZeroDivisionError), frozen([net]):
+        assert not net.layers[1].trainable
+        net(x, training=True)
+        raise ZeroDivisionError
+    for v, value in zip(net.non_trainable_weights, before, strict=True):
+        np.testing.assert_array_equal(v, value)
+    assert [v.path for v in net.trainable_weights] == learning and not net.layers[0].trainable
+    net(x, training=True)
+    assert any((v.numpy() != value).any() for v, value in zip(net.non_trainable_weights, before, strict=True))
+
+
+def test_losses_come_with_the_result() -> None:
+    net = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(3, kernel_regularizer="l2", activity_regularizer="l2")]
+    )
+    x = np.ones((5, 4), "float32")
+    assert (
+        is_keras_layer(net) and regularized(net) == [net.layers[0].name] and regularized(sequential()) == []
+    )
+    _, losses = called_in_layer([net], True, lambda: net(x))
+    np.testing.assert_array_equal(losses, net.losses)
+    assert len(losses) == 2 and len(called_in_layer([net], False, lambda: net(x))[1]) == 1
