@@ -439,7 +439,7 @@ def test_reprs(pair: Any) -> None:
 
 @pytest.mark.parametrize(
     ("framework", "target", "shape"),
-    [("jax", "jax_modules:make_linen", (8, 3)), ("tensorflow", "keras_tensorflow:make_dense", (8, 5, 4))],
+    [("jax", "jax_modules:make_linen", (8, 3)), ("tensorflow", "keras_models:make_dense", (8, 5, 4))],
 )
 @pytest.mark.parametrize("buffers", ["worker", "explicit"])
 def test_a_module_of_another_framework(
