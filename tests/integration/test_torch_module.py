@@ -25,7 +25,6 @@ SIZES = [
     64,
     4,
 ]  # the second weight and no other lies in shared memory: the rest travels in the message
-BIG = 64 * 64 * 8
 torch.manual_seed(0)
 X = torch.randn(16, 6, dtype=torch.float64)
 Workers = Callable[[str], gw.Worker]
@@ -175,7 +174,7 @@ def train_once(net: Any, x: Any) -> None:
 
 
 def test_parameters_lie_in_shared_memory_and_are_not_copied(pair: Any) -> None:
-    p = pair()
+    p = pair([6, 256, 256, 4])  # of a size that no short frame carries
     with torch.no_grad():
         assert p.copied(lambda: p.net(X)) == 0
     # what is kept for a pullback is copied by the worker, not here
@@ -184,8 +183,8 @@ def test_parameters_lie_in_shared_memory_and_are_not_copied(pair: Any) -> None:
     copied = copy.deepcopy(p.net)
     with torch.no_grad():
         assert p.copied(lambda: p.net(X)) == 0 and p.copied(lambda: copied(X)) == 0
-        p.net.get_parameter("2.weight").data = torch.zeros(64, 64, dtype=torch.float64)
-        assert p.copied(lambda: p.net(X)) == BIG
+        p.net.get_parameter("2.weight").data = torch.zeros(256, 256, dtype=torch.float64)
+        assert p.copied(lambda: p.net(X)) == 256 * 256 * 8
 
 
 def swap_data(net: Any) -> None:
