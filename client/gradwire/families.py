@@ -34,6 +34,7 @@ FAMILIES = ("torch", "jax", "tensorflow")
 """Besides numpy. A family has the name of its framework's top-level module."""
 
 _known: dict[type, str] = {np.ndarray: "numpy"}
+_ONLY_NUMPY = frozenset(_known)
 
 
 class Face(Protocol):
@@ -90,6 +91,8 @@ def face_named(family: str) -> Face:
 def family_of_call(leaves: Sequence[Any], structure: bytes, chosen: str | None) -> str:
     """The one family of a call: numpy arrays mix with any, two others in one call are a UsageError."""
     family, place = "numpy", -1
+    if set(map(type, leaves)) <= _ONLY_NUMPY:
+        return chosen or family
     for i, leaf in enumerate(leaves):
         other = family_of(leaf)
         if other != "numpy" and other != family:

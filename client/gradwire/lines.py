@@ -40,7 +40,7 @@ def pages_wanted() -> bool:
 
 def fits(line: Line, nbytes: int) -> bool:
     """Whether a message of one frame of so many bytes may go by this line."""
-    return type(line) is Dealer or nbytes <= MAX_PACKET
+    return isinstance(line, Dealer) or nbytes <= line.max_message
 
 
 class Lines:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradwire_wire import messages
-from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.carriers import Aval, Carrier, plain_avals
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.plans import (
@@ -15,6 +15,7 @@ from gradwire_wire.plans import (
     MAX_AXES,
     MAX_PLANS,
     MAX_RELEASED,
+    MIN_RUN,
     SHORT_ANSWER,
     SHORT_CALL,
     Frame,
@@ -30,16 +31,32 @@ _NONE_RELEASED = (0,) * MAX_RELEASED
 
 def signature_of(carriers: Sequence[Carrier | None]) -> tuple[Any, ...] | None:
     """What a plan is about the operands; None where they cannot be planned."""
+    if len(carriers) >= MIN_RUN:
+        columns = plain_avals(carriers)
+        if columns is not None and max(map(len, columns[0])) <= MAX_AXES:
+            return _Wide(columns)
     found: list[Any] = []
     for carrier in carriers:
         if carrier is None:
             found.append(None)
             continue
-        array = carrier.array
-        if not array.flags.c_contiguous or array.ndim > MAX_AXES:
+        array, dtype, _ = carrier
+        shape = array.shape
+        if not array.flags.c_contiguous or len(shape) > MAX_AXES:
             return None
-        found.append((array.shape, carrier.dtype))
+        found.append((shape, dtype))
     return tuple(found)
+
+
+class _Wide(tuple[Any, ...]):
+    """A signature of many operands: all shapes, all dtypes. It equals no other, whose items are pairs or None."""
+
+    __slots__ = ()
+
+
+def _each(signature: Sequence[Any]) -> Sequence[Any]:
+    """(shape, dtype) of each operand, or None, however the signature has them."""
+    return list(zip(*signature, strict=True)) if type(signature) is _Wide else signature
 
 
 class Seen:
@@ -73,7 +90,7 @@ class Plan:
 
     def __init__(self, number: int, line: Any, signature: Sequence[Any], exchange: Exchange) -> None:
         """ProtocolError where such a call cannot be planned."""
-        avals = [None if s is None else Aval(*s) for s in signature]
+        avals = [None if s is None else Aval(*s) for s in _each(signature)]
         layout = layout_of(avals, line.inlined, line.room)
         if layout is None:
             raise ProtocolError(f"no plan for a call of {len(avals)} operands")
@@ -112,7 +129,7 @@ class Plan:
                 return Short(call_id, token, ns)
         raise ProtocolError(f"a short answer of {nbytes} bytes that plan {self.number} does not know")
 
-    def take(self) -> list[Carrier | None]:
+    def take(self) -> Sequence[Carrier | None]:
         """The results of a short answer. See `Frame.take`."""
         assert self._answer is not None, "head() comes first"
         return self._answer.take()

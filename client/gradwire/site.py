@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
     pullback where the operand is not used. ``token``: of the kept forward, or 0.
     """
 
-    carriers: list[Carrier | None]
+    carriers: Sequence[Carrier | None]
     structure: bytes
     token: int
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,33 @@ def test_the_third_call_of_a_kind_is_planned(worker: gw.Worker) -> None:
         np.testing.assert_array_equal(double(np.full(11, i, "f4")), np.full(11, 2 * i, "f4"))
         counts.append(planned(worker) - before)
     assert counts == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [10, 100, 600])
+def test_many_leaves_come_back_as_they_went(size: int, worker: gw.Worker) -> None:
+    """In lists, tuples and dicts, more of them than a packet or a page holds; the results are the caller's own."""
+    same, kept = worker.function("any_framework:identity"), []
+    before = planned(worker)
+    for step in range(4):
+        leaves = [np.full(size, i + step, "f4") for i in range(200)]
+        tree = {
+            "list": leaves[:90],
+            "tuple": tuple(leaves[90:150]),
+            "dict": {f"w{i}": x for i, x in enumerate(leaves[150:])},
+        }
+        back = same(tree)
+        assert list(back) == list(tree) and [type(v) for v in back.values()] == [list, tuple, dict]
+        assert list(back["dict"]) == list(tree["dict"])
+        found = [*back["list"], *back["tuple"], *back["dict"].values()]
+        assert [y.tolist() for y in found] == [x.tolist() for x in leaves]
+        kept.append(found)
+    for step, found in enumerate(kept):
+        for i, y in enumerate(found):
+            assert (y == i + step).all()
+            y[...] = -1
+    assert all((y == -1).all() for found in kept for y in found)
+    is_planned = {"page": size <= 100, "socket": size <= 10, "zmq": True}[os.environ["GRADWIRE_LANE"]]
+    assert planned(worker) == before + is_planned
 
 
 def test_what_changes_between_calls_changes_the_results(worker: gw.Worker) -> None:

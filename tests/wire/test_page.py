@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gradwire_wire import page
+from gradwire_wire.lane import MAX_PACKET
 from gradwire_wire.page import (
     COUNT_BITS,
     HALF,
@@ -109,6 +110,27 @@ def test_messages_go_by_the_socket_between_short_frames(ends: tuple[ClientPage, 
         assert look(worker, worker.receive_nowait()) == b"\1short"
         worker.send_nowait([b"\x92long answer"])
         assert client.receive() == [b"\x92long answer"]
+
+
+@pytest.mark.parametrize("nbytes", [MAX_PACKET + 1, HALF])
+def test_a_message_too_long_for_a_packet_goes_by_the_page(
+    nbytes: int, ends: tuple[ClientPage, WorkerPage]
+) -> None:
+    client, worker = ends
+    message = b"\x95" + bytes(range(251)) * (nbytes // 251 + 1)
+    message = message[:nbytes]
+    for _ in range(2):
+        client.send_nowait([message])
+        received = worker.receive_nowait()
+        client.outgoing[:nbytes] = bytes(nbytes)
+        assert received == [message]
+        assert client.receive_nowait() is None
+        worker.send_nowait([b"\x95answer"])
+        assert client.receive() == [b"\x95answer"]
+        show(client, b"\1" * 20_000)  # and a short call after it
+        assert worker.receive_nowait() == 20_000
+        show(worker, b"\2" * 30)
+        assert client.receive() == 30 and bytes(client.incoming[:30]) == b"\2" * 30
 
 
 def test_who_is_awake_is_not_rung(ends: tuple[ClientPage, WorkerPage]) -> None:

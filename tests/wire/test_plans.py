@@ -132,6 +132,48 @@ def test_R57_an_entry_that_lies_is_refused_and_the_others_are_returned(
     assert pair[0].settle() == 0
 
 
+@pytest.mark.parametrize("inlined", [0, 4096])
+def test_many_alike_are_taken_as_each_was_put(inlined: int, pair: tuple[Side, Side]) -> None:
+    """Runs of equal tensors with others before, between and behind; every one is private and can be written."""
+    arrays = [
+        np.zeros((), "f8"),
+        *[np.full((3, 5), i, "i2") for i in range(40)],
+        *[np.arange(7, dtype="f8") * i for i in range(17)],
+        np.zeros(0, "f4"),
+        *[np.array([i, -i], "f4") for i in range(15)],
+        *[np.array(i, "u1") for i in range(20)],
+        *[np.zeros((0, 2), "f4") for _ in range(20)],
+        *[np.full((2, 8), i, "f4") for i in range(16)],
+    ]
+    sender, receiver, memory = frames(pair, *arrays, inlined=inlined or 70_000)
+    for step in range(3):
+        sent = [np.asarray(x + np.asarray(step, x.dtype)) for x in arrays]
+        assert sender.put([carrier_of(x) for x in sent]) == []
+        taken, before = receiver.take(), bytes(memory)
+        assert receiver.dtypes == [carrier.dtype for carrier in taken]
+        found = [carrier.array for carrier in taken if carrier is not None]
+        memory[HEAD:] = bytes(len(memory) - HEAD)  # what the peer writes later
+        for x, y in zip(sent, found, strict=True):
+            assert y.dtype == x.dtype and y.shape == x.shape and y.flags.writeable and y.flags.c_contiguous
+            np.testing.assert_array_equal(y, x)
+        memory[:] = before
+        for number, y in enumerate(found):
+            y[...] = number % 100
+        assert bytes(memory) == before
+        for number, y in enumerate(found):
+            assert (y == number % 100).all()
+
+
+def test_many_of_which_some_are_left_out_or_lent(pair: tuple[Side, Side]) -> None:
+    arrays = [None if i % 20 == 19 else np.full(3000 if i == 30 else 10, i, "f4") for i in range(60)]
+    sender, receiver, _ = frames(pair, *arrays)
+    assert len(sender.put([None if x is None else carrier_of(x) for x in arrays])) == 1
+    for x, carrier in zip(arrays, receiver.take(), strict=True):
+        assert (x is None) == (carrier is None)
+        if x is not None and carrier is not None:
+            np.testing.assert_array_equal(carrier.array, x)
+
+
 def test_declined_and_never_sent(pair: tuple[Side, Side]) -> None:
     x = np.ones(5000, "f4")
     sender, receiver, _ = frames(pair, x, x)

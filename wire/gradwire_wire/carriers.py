@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Iterator, NamedTuple, Sequence, overload
 
 import numpy as np
 
 from gradwire_wire.dtypes import DType
 
-__all__ = ["Aval", "Carrier"]
+__all__ = ["Aval", "Carrier", "Columns", "arrays_of", "plain_avals"]
 
 
 class Carrier(NamedTuple):
@@ -30,3 +31,52 @@ class Aval(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: DType
+
+
+_shape_of, _is_dense = attrgetter("shape"), attrgetter("flags.c_contiguous")
+_ALL_CARRIERS = {Carrier}
+
+
+class Columns(Sequence[Carrier]):
+    """Carriers, owned, each of which is made when somebody looks at it: for trees with many leaves.
+
+    arrays, dtypes: of all of them, in order.
+    """
+
+    __slots__ = ("arrays", "dtypes")
+
+    def __init__(self, arrays: Sequence[np.ndarray], dtypes: Sequence[DType]) -> None:
+        self.arrays, self.dtypes = arrays, tuple(dtypes)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @overload
+    def __getitem__(self, i: int) -> Carrier: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Carrier]: ...
+    def __getitem__(self, i: int | slice) -> Carrier | Sequence[Carrier]:
+        if isinstance(i, slice):
+            return Columns(self.arrays[i], self.dtypes[i])
+        return Carrier(self.arrays[i], self.dtypes[i], True)
+
+    def __iter__(self) -> Iterator[Carrier]:
+        return map(Carrier, self.arrays, self.dtypes)
+
+
+def arrays_of(carriers: Sequence[Carrier]) -> Sequence[np.ndarray]:
+    """The array of each."""
+    return carriers.arrays if type(carriers) is Columns else [carrier[0] for carrier in carriers]
+
+
+def plain_avals(
+    carriers: Sequence[Carrier | None],
+) -> tuple[tuple[tuple[int, ...], ...], tuple[DType, ...]] | None:
+    """All shapes and all dtypes. None where a carrier is missing, or an array is not C-contiguous."""
+    if type(carriers) is Columns:
+        arrays, dtypes = carriers.arrays, carriers.dtypes
+    elif set(map(type, carriers)) == _ALL_CARRIERS:
+        arrays, dtypes, _ = zip(*carriers)
+    else:
+        return None
+    return (tuple(map(_shape_of, arrays)), dtypes) if all(map(_is_dense, arrays)) else None

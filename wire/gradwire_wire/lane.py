@@ -46,10 +46,11 @@ class Lane:
     incoming, outgoing: where short frames lie (see plans.py): the last one received, until the next is; and the
     next one to send. plans: what both ends have agreed on. inlined: tensors up to so many bytes travel in them.
     is_alone: whether no other call of this process is in flight; of use to lanes with a page.
+    max_message: bytes that a call's message may have to go by this lane.
     """
 
     is_alone = True
-    room = MAX_PACKET
+    room = max_message = MAX_PACKET
     inlined = 16 << 10
 
     def __init__(self, sock: socket.socket, receive_timeout_ms: int = 0) -> None:

@@ -47,7 +47,7 @@ from time import perf_counter
 from typing import Any, Sequence
 
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
-from gradwire_wire.lane import NOWAIT, Lane, socket_of
+from gradwire_wire.lane import MAX_PACKET, NOWAIT, Lane, socket_of
 from gradwire_wire.segments import OwnSegment, SharedPage
 from gradwire_wire.sockets import LONG, Again, Unreachable
 from gradwire_wire.spin import Spin
@@ -88,7 +88,7 @@ class PageLane(Lane):
     is_awake: whether the peer may find this end looking: then it must `leave_off` before it sleeps.
     """
 
-    room, inlined = HALF, HALF
+    room, inlined, max_message = HALF, HALF, HALF
     _out, _in, _mine, _theirs = REQUEST, ANSWER, CLIENT_AWAKE, WORKER_AWAKE
 
     def __init__(self, sock: socket.socket, page: SharedPage, receive_timeout_ms: int = 0) -> None:
@@ -187,7 +187,12 @@ class ClientPage(PageLane):
             self._send(self.outgoing[:nbytes])
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
-        """Send a message by the socket. See `Lane.send_nowait`."""
+        """Send a message by the socket, or by the page if it is too long for a packet. See `Lane.send_nowait`."""
+        (frame,) = frames
+        if len(frame) > MAX_PACKET:
+            self.outgoing[: len(frame)] = frame
+            self.send_short_nowait(len(frame))
+            return
         self._is_short, self._looks = False, 0
         super().send_nowait(frames)
 
@@ -279,12 +284,12 @@ class WorkerPage(PageLane):
         is_worth_it = self._gap_s <= WORKER_NEAR_S and self._has_processors and not self.was_packet
         return (is_worth_it and self._look(WORKER_LOOKS)) or self.leave_off()
 
-    def next(self) -> int:
-        """The length of the short call that was seen."""
+    def next(self) -> list[bytes] | int:
+        """The length of the short call that was seen, or the message that is there instead."""
         self.was_packet = False
         self._number, nbytes = self._take()
         self._note_gap()
-        return nbytes
+        return [bytes(self.incoming[:nbytes])] if nbytes and self.incoming[0] >= LONG else nbytes
 
     def _note_gap(self) -> None:
         gap_s = min(perf_counter() - self._sent_at, 1.5 * WORKER_NEAR_S)

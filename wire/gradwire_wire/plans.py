@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
-from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.carriers import Aval, Carrier, Columns, arrays_of
 from gradwire_wire.dtypes import BY_NAME, DType, checked_dtype
 from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.exchange import Exchange
@@ -35,6 +35,7 @@ __all__ = [
     "MAX_AXES",
     "MAX_PLANS",
     "MAX_RELEASED",
+    "MIN_RUN",
     "SHORT_ANSWER",
     "SHORT_CALL",
     "Frame",
@@ -56,6 +57,8 @@ ANSWER = struct.Struct("<BBHIQQQ")
 ENTRY = struct.Struct("<QQII")
 """segment, byte offset, loan, flags."""
 ALIGNMENT = 64
+MIN_RUN, MAX_IN_RUN = 16, 4096
+"""So many tensors in a row that are alike, each of at most so many bytes, are copied out of a frame at once."""
 _NUMPY = {dtype: np.dtype(dtype.carrier) for dtype in BY_NAME.values()}
 
 
@@ -135,17 +138,48 @@ def avals_of(headers: Sequence[Any]) -> list[Aval | None] | None:
     return found
 
 
+def _runs_of(places: Sequence[Place | None], memory: Any) -> list[tuple[int, int, np.ndarray | None]]:
+    """The tensors from start to stop in turn: as one array of those that are alike and evenly placed, or None."""
+    found: list[tuple[int, int, np.ndarray | None]] = []
+    at = 0
+    while at < len(places):
+        stop, run = _run_from(places, at, memory)
+        if run is None and found and found[-1][2] is None:
+            found[-1] = (found[-1][0], stop, None)
+        else:
+            found.append((at, stop, run))
+        at = stop
+    return found if any(run is not None for _, _, run in found) else []
+
+
+def _run_from(places: Sequence[Place | None], start: int, memory: Any) -> tuple[int, np.ndarray | None]:
+    first, stop = places[start], start + 1
+    if first is None or first.is_lent or not 0 < _nbytes(first.aval) <= MAX_IN_RUN or not first.aval.shape:
+        return stop, None
+    step = _aligned(_nbytes(first.aval))
+    while stop < len(places) and places[stop] == (first.offset + step * (stop - start), first.aval, False):
+        stop += 1
+    if stop - start < MIN_RUN or len(first.aval.shape) >= MAX_AXES:
+        return stop, None
+    one = np.ndarray(first.aval.shape, _NUMPY[first.aval.dtype], memory, first.offset)
+    shape, strides = (stop - start, *one.shape), (step, *one.strides)
+    return stop, np.ndarray(shape, one.dtype, memory, first.offset, strides)
+
+
 class Frame:
     """A layout in one end's buffer: puts carriers into the frame, and takes them out of it.
 
+    columns: all shapes and all dtypes, as `carriers.plain_avals` has them; None where a tensor is left out.
     memory: the buffer, at least as long as the layout. Used by one thread at a time, as its line is.
     """
 
-    __slots__ = ("_exchange", "_lent", "_memory", "_views", "avals", "nbytes")
+    __slots__ = ("_exchange", "_lent", "_memory", "_places", "_runs", "_views", "avals", "columns", "nbytes")
 
     def __init__(self, layout: Layout, memory: Any, exchange: Exchange) -> None:
-        self.nbytes, self._memory, self._exchange = layout.nbytes, memory, exchange
+        self.nbytes, self._memory, self._exchange = layout.nbytes, memoryview(memory), exchange
+        self._places = layout.places
         self.avals = tuple(None if p is None else p.aval for p in layout.places)
+        self.columns = None if None in self.avals or not self.avals else tuple(zip(*self.avals))
         self._lent = [(i, p) for i, p in enumerate(layout.places) if p is not None and p.is_lent]
         self._views = [
             None
@@ -153,16 +187,33 @@ class Frame:
             else np.ndarray(p.aval.shape, _NUMPY[p.aval.dtype], memory, p.offset)
             for p in layout.places
         ]
+        self._runs = _runs_of(layout.places, memory) if len(layout.places) >= MIN_RUN else []
 
     def put(self, carriers: Sequence[Carrier | None]) -> list[int]:
         """Copy or lend carriers of exactly the layout's avals, C-contiguous; the loans made, for `take_back`.
 
         MemoryExhaustedError where a slot cannot be had, `NotShared` where a tensor cannot be lent: nothing is lent then.
         """
-        for view, carrier in zip(self._views, carriers):
+        if self._runs:
+            self._put_runs(carriers)
+        else:
+            self._put_each(self._views, carriers)
+        return self._lend(carriers) if self._lent else []
+
+    def _put_each(self, views: Sequence[np.ndarray | None], carriers: Sequence[Carrier | None]) -> None:
+        for view, carrier in zip(views, carriers):
             if view is not None:
                 view[...] = carrier.array  # type: ignore[union-attr]
-        return self._lend(carriers) if self._lent else []
+
+    def _put_runs(self, carriers: Sequence[Any]) -> None:
+        for start, stop, run in self._runs:
+            if run is None:
+                self._put_each(self._views[start:stop], carriers[start:stop])
+                continue
+            padding = bytes(run.strides[0] - run[0].nbytes)
+            at = self._places[start].offset  # type: ignore[union-attr]
+            joined = padding.join(arrays_of(carriers[start:stop]))  # type: ignore[arg-type]
+            self._memory[at : at + run.strides[0] * (stop - start) - len(padding)] = joined
 
     def _lend(self, carriers: Sequence[Any]) -> list[int]:
         exchange, loans = self._exchange, []
@@ -185,13 +236,28 @@ class Frame:
 
     def take_arrays(self) -> list[np.ndarray]:
         """Copies of the tensors, in C order."""
-        return [view.copy() for view in self._views]  # type: ignore[union-attr]
+        return self._copies()
 
-    def take(self) -> list[Carrier | None]:
+    def _copies(self) -> list[Any]:
+        """A private copy of each tensor that lies in the frame, None for the others. Those of a run share one memory."""
+        if not self._runs:
+            return [None if view is None else view.copy() for view in self._views]
+        copies: list[Any] = []
+        for start, stop, run in self._runs:
+            if run is not None:
+                copies.extend(run.copy())
+            else:
+                copies.extend([None if v is None else v.copy() for v in self._views[start:stop]])
+        return copies
+
+    def take(self) -> Sequence[Carrier | None]:
         """The tensors as copies and leased views. ProtocolError where an entry is wrong: all are returned then."""
+        copies = self._copies()
+        if self.columns is not None and not self._lent:
+            return Columns(copies, self.columns[1])
         carriers = [
-            None if view is None else Carrier(view.copy(), aval.dtype, True)  # type: ignore[union-attr]
-            for view, aval in zip(self._views, self.avals)
+            None if copy is None else Carrier(copy, aval.dtype, True)  # type: ignore[union-attr]
+            for copy, aval in zip(copies, self.avals)
         ]
         if self._lent:
             self._borrow(carriers)

@@ -38,6 +38,7 @@ import msgpack
 import numpy as np
 
 from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError, shown
+from gradwire_wire.wide_trees import Filling, filling_of, pack_wide
 
 __all__ = [
     "LONE_LEAF",
@@ -72,7 +73,7 @@ class Leaf:
 def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tuple[bytes, list[Any]]:
     """Split a tree into its structure and its leaves, in order of appearance.
 
-    is_leaf: tells a tensor; never asked about dict, list, None and Python's scalars.
+    is_leaf: tells a tensor, by its type alone; never asked about dict, list, None and Python's scalars.
     Raises UnsupportedTensorError for a value that cannot cross, naming its type and what to do, and
     UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
     """
@@ -80,7 +81,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
         return LONE_LEAF, [tree]
     leaves: list[Any] = []
     try:
-        structure = _Flattener(leaves, is_leaf).pack(tree)
+        structure = pack_wide(tree, is_leaf, leaves) or _Flattener(leaves, is_leaf).pack(tree)
         if len(structure) > MAX_DEPTH:  # each level takes a byte or more
             _check_length(structure)
             leaf_count(structure)
@@ -207,7 +208,14 @@ def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
     count = leaf_count(structure)
     if count != len(leaves):
         raise ProtocolError(f"{len(leaves)} leaves for a structure with {count} holes")
-    return _unpack(structure, _filler(leaves.__getitem__), 0)
+    filling = _filling(structure) if len(structure) <= MAX_CACHED else None
+    return _unpack(structure, _filler(leaves.__getitem__), 0) if filling is None else filling(leaves)
+
+
+@lru_cache(maxsize=256)
+def _filling(structure: bytes) -> Filling | None:
+    """Of a structure that has been checked whole."""
+    return filling_of(_unpack(structure, _filler(Leaf), 0), Leaf)
 
 
 def fill_call(structure: bytes, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

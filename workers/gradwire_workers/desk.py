@@ -74,6 +74,7 @@ SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
 MAX_DEALERS = 1024
 TURN_S = 500e-6
 IN_ROW = 2
+_ARRAYS_ALONE = {np.ndarray}
 
 
 class Session:
@@ -114,6 +115,7 @@ class Desk:
         # a framework whose programs take numpy memory as it is (JAX's jit) need not make arrays of it first
         self._adopt_operand = getattr(engine, "adopt_operand", engine.adopt)
         self._adopter = getattr(engine, "adopter", None)
+        self._export_all = getattr(engine, "export_all", None)
         self._router = sockets.bind_router(endpoint)
         self._listener = listen_tether(tether_path)
         self._memory = Memory(max_shared_bytes, os.path.dirname(tether_path))
@@ -435,7 +437,10 @@ class Desk:
         headers = session.exchange.lend(self._exported(result), frames)
         return Reply(Done(call_id, structure, headers, token, ns), frames)
 
-    def _exported(self, result: Sequence[Any]) -> list[Carrier | None]:
+    def _exported(self, result: Sequence[Any]) -> Sequence[Carrier | None]:
+        if self._export_all is not None and set(map(type, result)) == _ARRAYS_ALONE:
+            exported: Sequence[Carrier | None] = self._export_all(result)
+            return exported
         export = self._engine.export
         return [None if x is None else x if type(x) is Carrier else export(x) for x in result]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from gradwire_wire import messages
-from gradwire_wire.carriers import Carrier
+from gradwire_wire.carriers import Carrier, plain_avals
 from gradwire_wire.dtypes import DType
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.exchange import Exchange
@@ -14,6 +14,7 @@ from gradwire_wire.plans import (
     CALL,
     MAX_PLANS,
     MAX_RELEASED,
+    MIN_RUN,
     SHORT_ANSWER,
     SHORT_CALL,
     Frame,
@@ -81,7 +82,7 @@ class Plan:
 
     def take(self) -> list[Carrier | None]:
         """The operands of the short call in the line's buffer. See `Frame.take`."""
-        return self._frame.take()
+        return list(self._frame.take())
 
     def note_done(self, done: messages.Done) -> None:
         """A long answer goes out: short ones look like it from now on."""
@@ -97,7 +98,7 @@ class Plan:
         Raises `exchange.NotShared` where a tensor cannot be lent, and MemoryExhaustedError.
         """
         answer = self._answer
-        if answer is None or structure != self._structure or not _is_alike(carriers, answer.avals):
+        if answer is None or structure != self._structure or not _is_alike(carriers, answer):
             return None
         loans = answer.put(carriers)
         ANSWER.pack_into(self._line.outgoing, 0, SHORT_ANSWER, 0, self.call.plan, 0, call_id, token, ns)
@@ -115,19 +116,23 @@ def _runner_of(program: Any, site: WorkerSite) -> Runner | None:
     return None if make is None else make(site)
 
 
-def _is_alike(carriers: Sequence[Carrier | None], avals: Sequence[Any]) -> bool:
-    """Whether results have exactly these shapes and dtypes, and no gaps."""
+def _is_alike(carriers: Sequence[Carrier | None], answer: Frame) -> bool:
+    """Whether results have exactly the answer's shapes and dtypes, and no gaps."""
+    avals: Sequence[Any] = answer.avals
     if len(carriers) != len(avals):
         return False
+    if answer.columns is not None and len(avals) >= MIN_RUN:
+        return plain_avals(carriers) == answer.columns
     for carrier, aval in zip(carriers, avals):
         if carrier is None or aval is None:
             if carrier is not aval:
                 return False
-        elif (
-            carrier.dtype != aval.dtype
-            or carrier.array.shape != aval.shape
-            or not carrier.array.flags.c_contiguous
-        ):
+            continue
+        array, dtype, _ = carrier
+        shape, expected = aval
+        if dtype is not expected and dtype != expected:
+            return False
+        if array.shape != shape or not array.flags.c_contiguous:
             return False
     return True
 

@@ -190,7 +190,7 @@ class Engine(Protocol):
         """As in `gradwire_wire.tensors.TensorFamily`; also ``export``, ``adopt`` and ``aval``."""
 
     def export(self, x: Any) -> Any:
-        """See `gradwire_wire.tensors.TensorFamily`."""
+        """See `gradwire_wire.tensors.TensorFamily`. An ``export_all(arrays)``, if there, is used for many numpy arrays."""
 
     def adopt(self, carrier: Any) -> Any:
         """See `gradwire_wire.tensors.TensorFamily`. An ``adopt_operand`` beside it, if there, is used for a call's operands;

@@ -7,15 +7,16 @@ tensor arrives. Numpy scalars are no tensors: they travel inside the argument tr
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Callable, NamedTuple
+from operator import attrgetter
+from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
-from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.carriers import Aval, Carrier, Columns
 from gradwire_wire.dtypes import BOOL, BY_NAME, DType, dtype_named
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
 
-__all__ = ["NAME", "adopt", "adopter", "aval", "export", "is_tensor"]
+__all__ = ["NAME", "adopt", "adopt_all", "adopter", "aval", "export", "export_all", "is_tensor"]
 
 NAME = "numpy"
 
@@ -34,6 +35,11 @@ _PLAIN = {
     if wire.carrier == name
 }
 _UINT8 = np.dtype("uint8")
+MANY = 8
+_AS_THEY_ARE = {id(kind.carrier): kind.wire for kind in _PLAIN.values() if kind.wire is not BOOL}
+"""By the identity of numpy's own dtypes (which `_PLAIN` keeps): arrays of these need nothing done to them."""
+_SAME_HERE = {wire for wire in BY_NAME.values() if wire.carrier == wire.name}
+_ARRAYS_ALONE, _dtype_of = {np.ndarray}, attrgetter("dtype")
 
 
 def is_tensor(x: Any) -> bool:
@@ -50,6 +56,15 @@ def export(x: Any) -> Carrier:
     if kind.wire is BOOL and array.size and array.view(_UINT8).max() > 1:
         array = array.view(_UINT8) != 0  # numpy takes any byte but 0 for True; others take 1 alone
     return Carrier(array, kind.wire)
+
+
+def export_all(xs: Sequence[Any]) -> Sequence[Carrier]:
+    """`export` of each, for trees with many leaves: where all are plain arrays it costs a tenth of it."""
+    if len(xs) >= MANY and set(map(type, xs)) == _ARRAYS_ALONE:
+        wires = list(map(_AS_THEY_ARE.get, map(id, map(_dtype_of, xs))))
+        if None not in wires:
+            return Columns(xs, wires)  # type: ignore[arg-type]
+    return [export(x) for x in xs]
 
 
 @lru_cache(maxsize=256)
@@ -96,6 +111,13 @@ def adopt(carrier: Carrier) -> Any:
     if carrier.dtype.carrier == carrier.dtype.name:
         return carrier.array
     return carrier.array.view(_extension(carrier.dtype))
+
+
+def adopt_all(carriers: Sequence[Carrier | None]) -> list[Any]:
+    """`adopt` of each, None where there is none."""
+    if type(carriers) is Columns and set(carriers.dtypes) <= _SAME_HERE:
+        return list(carriers.arrays)
+    return [None if carrier is None else adopt(carrier) for carrier in carriers]
 
 
 def adopter(dtype: DType) -> Callable[[np.ndarray], Any] | None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from gradwire_wire.errors import UsageError
-from gradwire_wire.tensors.numpy import NAME, adopt, adopter, aval, export, is_tensor
+from gradwire_wire.tensors.numpy import NAME, adopt, adopter, aval, export, export_all, is_tensor
 from gradwire_workers.numpy import blas
 from gradwire_workers.numpy.calls import ShapeDtype
 from gradwire_workers.numpy.program import NumpyProgram
@@ -36,6 +36,7 @@ __all__ = [
     "adopter",
     "aval",
     "export",
+    "export_all",
     "facts",
     "is_tensor",
     "prepare",
