@@ -14,7 +14,7 @@ from gradwire_wire.errors import ForkedError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Background", "futures_in", "with_results"]
+__all__ = ["Background", "futures_in", "is_ours", "raising", "with_results"]
 
 
 class Background:
@@ -27,27 +27,31 @@ class Background:
         self._lock = threading.Lock()
         self._threads = 0
         self._busy = 0
+        self._is_closed = False
 
     def submit(self, act: Callable[[], Any]) -> Future[Any]:
         """A future of ``act()``. Cancelling it works until it has begun."""
-        future = self._new()
-        self._start(future, act)
+        future = self.new_future()
+        self.start(future, act)
         return future
 
-    def submit_after(self, waited: Sequence[Future[Any]], act: Callable[[], Any]) -> Future[Any]:
-        """A future of ``act()``, which begins once all of ``waited`` are done; no thread waits for that.
+    def after(self, waited: Sequence[Future[Any]], future: Future[Any], begin: Callable[[], None]) -> None:
+        """Call ``begin`` once all of ``waited`` are done, in the thread that brought the last: it must not wait, nor raise.
 
-        If one of them fails or is cancelled, so does this, without ``act``.
+        If one of them fails or is cancelled, so does ``future``, without ``begin``.
         """
-        future = self._new()
-        after = _After(
-            len(waited), lambda error: self._start(future, act if error is None else _raising(error))
-        )
-        for other in waited:
-            other.add_done_callback(after)
-        return future
 
-    def _new(self) -> Future[Any]:
+        def tell(error: BaseException | None) -> None:
+            if error is None:
+                begin()
+            else:
+                self.start(future, raising(error))
+
+        callback = _After(len(waited), tell)
+        for other in waited:
+            other.add_done_callback(callback)
+
+    def new_future(self) -> Future[Any]:
         if self._pid != os.getpid():
             raise ForkedError(
                 "submit in a forked child: open a bridge of its own there with gradwire.connect()"
@@ -56,7 +60,8 @@ class Background:
 
         return Future()
 
-    def _start(self, future: Future[Any], act: Callable[[], Any]) -> None:
+    def start(self, future: Future[Any] | None, act: Callable[[], Any]) -> None:
+        """Have ``act()`` done for a future, which is perhaps running already, or for nobody."""
         with self._lock:
             self._busy += 1
             if self._busy > self._threads and self._threads < self._limit:
@@ -72,13 +77,18 @@ class Background:
             future, act = item
             self._run(future, act)
             del item, future, act  # or an idle thread would keep the last result alive
+            if self._is_closed and self._waiting.empty():
+                return
 
-    def _run(self, future: Future[Any], act: Callable[[], Any]) -> None:
+    def _run(self, future: Future[Any] | None, act: Callable[[], Any]) -> None:
         try:
-            if future.set_running_or_notify_cancel():
+            if future is None:
+                act()
+            elif future.running() or future.set_running_or_notify_cancel():
                 future.set_result(act())
         except BaseException as error:
-            future.set_exception(error)
+            if future is not None:
+                future.set_exception(error)
         finally:
             with self._lock:
                 self._busy -= 1
@@ -86,6 +96,7 @@ class Background:
     def close(self) -> None:
         """Let the threads end once they are idle."""
         with self._lock:
+            self._is_closed = True
             for _ in range(self._threads):
                 self._waiting.put(None)
             self._threads = 0
@@ -113,8 +124,13 @@ def _cancelled() -> BaseException:
     return CancelledError()
 
 
-def _raising(error: BaseException) -> Callable[[], Any]:
-    """In a thread of its own and not in the callback: chains may be longer than Python's stack."""
+def is_ours(callback: Any) -> bool:
+    """Whether a future's callback is known not to wait: whoever brings the result may call it."""
+    return type(callback) is _After or getattr(callback, "__module__", "") == "asyncio.futures"
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    """What raises that, in a thread of its own and not in the callback: chains may be longer than Python's stack."""
 
     def act() -> Any:
         raise error

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from gradwire.broker_link import BrokerLink
 from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
@@ -47,6 +47,10 @@ from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import TetherClosedError, connect_tether
 from gradwire_wire.words import Word
 
+if TYPE_CHECKING:
+    from gradwire.background import Background
+    from gradwire.pipeline import Pipeline
+
 __all__ = ["Connection"]
 
 LOOK_MS = 100
@@ -75,7 +79,9 @@ class Connection:
         self._seen = Seen()
         self.released: deque[int] = deque()
         self._gone = threading.Event()
+        self._opening = threading.Lock()
         self._broken: str | None = None
+        self._pipeline: Pipeline | None = None
         self._closed = False
         self.last_error: tuple[float, GradwireError] | None = None
         self.calls = 0
@@ -466,6 +472,46 @@ class Connection:
             was_running=was_running,
         )
 
+    # -- calls that are submitted ----------------------------------------------------------------
+
+    may_pipeline = True
+    """Whether calls may be under way by a pipeline: not where each of them is recorded."""
+
+    def pipeline(self, background: Background) -> Pipeline | None:
+        """What calls are submitted by; None where they cannot be. Raises what any call would, were it made now."""
+        self._check_usable()
+        found = self._pipeline
+        if found is None or found.is_over:
+            found = self._open_pipeline(background)
+        return found if self.may_pipeline else None
+
+    def _open_pipeline(self, background: Background) -> Pipeline | None:
+        from gradwire.pipeline import Pipeline  # whoever never submits does without
+
+        with self._opening:
+            if self._pipeline is None or self._pipeline.is_over:
+                lane = self._lines.open_pipeline_lane()
+                self._pipeline = None if lane is None or self._closed else Pipeline(self, lane, background)
+            return self._pipeline
+
+    def drain(self) -> None:
+        """Wait until what was submitted before is done."""
+        if self._pipeline is not None:
+            self._pipeline.drain()
+
+    def error_of(self, failed: Failed) -> GradwireError:
+        """What a worker's Failed stands for."""
+        return _error_of(failed, self.facts.name)
+
+    def note_error(self, error: GradwireError) -> None:
+        """A call has raised this."""
+        self.last_error = (time.monotonic(), _without_frames(error))
+
+    @staticmethod
+    def twin_of(error: BaseException) -> BaseException:
+        """One like it, for another call that fails for the same reason."""
+        return _without_frames(error) if isinstance(error, GradwireError) else error
+
     # -- calls nobody waits for ------------------------------------------------------------------
 
     def _abandon(self, line: Line, call_id: int, seen: Sequence[Any], plan: Plan | None) -> None:
@@ -550,6 +596,8 @@ class Connection:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
+        if self._pipeline is not None:
+            self._pipeline.close()
         if not self._gone.is_set():
             self._link.unwatch(self._tether_fd)
         self._lines.close()

@@ -45,7 +45,10 @@ class Face(Protocol):
     """Whether a plain call of a module adds to the module's own gradients when it is pulled back."""
 
     def call(self, handle: Any, site: Site, operands: list[Any]) -> Any:
-        """Make the call a node of the framework's autodiff; returns the result tree in its tensors."""
+        """Make the call a node of the framework's autodiff; returns the result tree in its tensors.
+
+        Where a face has ``is_plain(site, operands)`` besides: whether this would record nothing, here and now.
+        """
 
 
 def family_of(x: Any) -> str:
@@ -143,11 +146,11 @@ def compiling_face() -> Any:
     return gradwire.torch
 
 
-def in_callers_modes(act: Callable[[], Any]) -> Callable[[], Any]:
+def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:
     """``act`` for another thread, in the modes of this one that decide what a call records (torch's grad mode)."""
     if "torch" not in sys.modules:
         return act
-    found: Callable[[], Any] = face_named("torch").in_callers_modes(act)  # type: ignore[attr-defined]
+    found: Callable[..., Any] = face_named("torch").in_callers_modes(act)  # type: ignore[attr-defined]
     return found
 
 

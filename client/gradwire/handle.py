@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,9 +14,13 @@ from gradwire.stakes import Stake, Stakes
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import checked_dtype
-from gradwire_wire.errors import ProtocolError, ResidualLostError, UsageError, WorkerDiedError
+from gradwire_wire.errors import GradwireError, ProtocolError, ResidualLostError, UsageError, WorkerDiedError
 from gradwire_wire.structures import fill, flatten
 from gradwire_wire.words import Word, linear_count
+
+if TYPE_CHECKING:
+    from gradwire.background import Background
+    from gradwire.pipeline import Pipeline, Submission
 
 __all__ = ["Handle"]
 
@@ -195,6 +199,43 @@ class Handle:
     def _stake_of_call(self, site: Site) -> Stake:
         """What a call may move that is not in evaluation mode: a module without modes may have any state."""
         return Stake.ALL if site.training is None else Stake.BUFFERS
+
+    def pipeline(self, background: Background) -> Pipeline | None:
+        """What calls of this target are submitted by; None where they are made the ordinary way. Never waits for a worker.
+
+        Raises what any call would, were it made now.
+        """
+        connection = self._loaded
+        if connection is None or not connection.is_alive or self.stakes.is_lost:
+            return None
+        return connection.pipeline(background)
+
+    def pipeline_or_none(self, background: Background) -> Pipeline | None:
+        """As `pipeline`; None, too, where a call now would raise."""
+        try:
+            return self.pipeline(background)
+        except GradwireError:
+            return None
+
+    def submission(
+        self, site: Site, carriers: list[Carrier], adopt: Callable[[Carrier], Any], again: Callable[[], Any]
+    ) -> Submission:
+        """A call for the pipeline. See `gradwire.pipeline.Submission`."""
+        from gradwire.pipeline import Submission
+
+        if self.is_module and site.training is not False:
+            self.stakes.raise_to(self._stake_of_call(site))
+        return Submission(self, self._remote, site, carriers, adopt, again)
+
+    def note_death(self) -> None:
+        """A call of this target has met its worker's death."""
+        if self._loaded is not None and not self._loaded.is_alive:
+            self.stakes.note_death()
+
+    def drain(self) -> None:
+        """Wait until what was submitted to this target's worker before is done."""
+        if self._loaded is not None:
+            self._loaded.drain()
 
     def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
         """Shapes, dtypes and tree of the results, without a real run. Cached by site and avals."""

@@ -128,6 +128,10 @@ class Lines:
         ours.close()
         return None
 
+    def open_pipeline_lane(self) -> Lane | None:
+        """A lane that belongs to no pool, for many calls at once; None where there are no lanes."""
+        return self._open_lane() if self._has_lanes else None
+
     def check_in(self, line: Line) -> None:
         """The call is over and its reply was read."""
         _in_flight.discard(line)

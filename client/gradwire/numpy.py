@@ -10,7 +10,7 @@ from gradwire_wire.errors import DtypeError
 from gradwire_wire.structures import LONE_LEAF, fill
 from gradwire_wire.tensors.numpy import adopt, adopt_all, export_all
 
-__all__ = ["ACCUMULATES", "NAME", "call"]
+__all__ = ["ACCUMULATES", "NAME", "call", "is_plain"]
 
 NAME = "numpy"
 ACCUMULATES = False
@@ -26,3 +26,8 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     except DtypeError:
         results = outcome.adopted(adopt)  # raises it with the result's name
     return fill(structure, results)
+
+
+def is_plain(site: Site, operands: list[Any]) -> bool:
+    """See `Face`: nothing is ever recorded."""
+    return True

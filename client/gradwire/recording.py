@@ -138,6 +138,7 @@ class RecordingConnection(Connection):
     """A connection whose messages are noted. It may become a plain one while it is in here: no ``super()``."""
 
     recording: Recording
+    may_pipeline = False
 
     def request(self, *args: Any, **kwargs: Any) -> Any:
         """As of `Connection`."""

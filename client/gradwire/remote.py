@@ -12,12 +12,13 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gradwire import pullback
-from gradwire.background import Background, futures_in, with_results
+from gradwire.background import Background, futures_in, raising, with_results
 from gradwire.families import (
     FAMILIES,
     barrier,
@@ -41,6 +42,8 @@ from gradwire_wire.structures import fill, flatten, positional
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from gradwire.pipeline import Submission
 
 __all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
 
@@ -123,6 +126,10 @@ class Remote:
             known = self._routes.get((self.handle.training, *map(type, args)))
             if known is not None:
                 return self._along(*known, list(args))
+        return self._along(*self._route(args, kwargs))
+
+    def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Site, list[Any]]:
+        """Which family's face makes a plain call, and of what; noted for the next one that is alike."""
         structure, leaves = self._flatten(args, kwargs)
         options = self._options
         family = family_of_call(
@@ -131,7 +138,7 @@ class Remote:
         site = self._plain_site(structure, self.handle.is_module and face_named(family).ACCUMULATES)
         if not kwargs and not site.seeded and all(map(family_of, args)):
             self._note_route(family, site, args)
-        return self._along(family, site, leaves)
+        return family, site, leaves
 
     def _along(self, family: str, site: Site, leaves: list[Any]) -> Any:
         operands = [*self.seed_operand, *leaves] if site.seeded else leaves
@@ -179,28 +186,86 @@ class Remote:
         return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Make the call without waiting; tensors must not be written until it is done.
+        """Make the call without waiting for its answer; tensors must not be written until it is done.
+
+        Calls that record no gradient are made in this order, and many are under way at once: it waits while that are
+        128 calls or 16 MiB of arguments (a thread that runs an event loop never does).
 
         An argument may be the future of another ``submit``, also inside lists, tuples and dicts: the call is made once its
         result is there, and fails as it failed. torch's ``no_grad``, ``enable_grad`` and ``inference_mode`` are those of the
-        caller at ``submit``; a ``tf.GradientTape`` or a tracer of JAX records its own thread alone. Cancelling the future does not interrupt a call that has begun;
+        caller at ``submit``; a ``tf.GradientTape`` or a tracer of JAX records its own thread alone. Cancelling the future does not
+        interrupt a call that has begun;
         ``options(timeout=...)`` does.
         """
-        waited = futures_in([args, kwargs])
+        return self._submit(args, kwargs, may_wait=True)
+
+    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], may_wait: bool) -> Future[Any]:
+        known = None if kwargs else self._routes.get((self.handle.training, *map(type, args)))
+        waited = () if known is not None else futures_in([args, kwargs])
         if not waited:
-            return self._background.submit(in_callers_modes(lambda: self(*args, **kwargs)))
+            return self._begin(args, kwargs, may_wait, None, known)
+        future = self._future()
 
-        def act() -> Any:
-            args_there, kwargs_there = with_results([args, kwargs])
-            return self(*args_there, **kwargs_there)
+        def begin() -> None:
+            try:
+                args_there, kwargs_there = with_results([args, kwargs])
+                self._begin(args_there, kwargs_there, False, future, None)
+            except Exception as error:
+                self._background.start(future, raising(error))
 
-        return self._background.submit_after(waited, in_callers_modes(act))
+        self._background.after(waited, future, in_callers_modes(begin))
+        return future
+
+    def _future(self) -> Future[Any]:
+        """One for a call that will begin later."""
+        future = self._background.new_future()
+        pipeline = self.handle.pipeline_or_none(self._background)
+        return future if pipeline is None else pipeline.new_future()
+
+    def _begin(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        may_wait: bool,
+        future: Future[Any] | None,
+        known: tuple[str, Site] | None,
+    ) -> Future[Any]:
+        """Submit a call by the pipeline, or by a thread that makes it. known: its route."""
+        act: Any = in_callers_modes(partial(self, *args, **kwargs))
+        begun = None
+        if compiling_face() is None:
+            try:
+                pipeline = self.handle.pipeline(self._background)
+                call = None if pipeline is None else self._submission(args, kwargs, known, act)
+                if call is not None:
+                    begun = pipeline.submit(call, may_wait, future)  # type: ignore[union-attr]
+            except Exception as error:
+                act = raising(error)
+        if begun is not None:
+            return begun
+        future = future or self._background.new_future()
+        self._background.start(future, act)
+        return future
+
+    def _submission(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[str, Site] | None, again: Any
+    ) -> Submission | None:
+        """The call as it goes by the pipeline; None where a gradient would be recorded, or it may be repeated."""
+        family, site, leaves = self._route(args, kwargs) if known is None else (*known, list(args))
+        is_plain = getattr(face_named(family), "is_plain", None)
+        if site.seeded or site.retry or is_plain is None or not is_plain(site, leaves):
+            return None
+        carriers = exported(leaves, site.structure)
+        adopt = tensors_named(family).adopt
+        if family != "numpy":
+            adopt = in_callers_modes(adopt)
+        return self.handle.submission(site, carriers, adopt, again)
 
     async def aio(self, *args: Any, **kwargs: Any) -> Any:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
         import asyncio  # here, for it takes longer than all of ours
 
-        return await asyncio.wrap_future(self.submit(*args, **kwargs))
+        return await asyncio.wrap_future(self._submit(args, kwargs, may_wait=False))
 
     def options(self, **changes: Any) -> Remote:
         """A new proxy of the same remote thing.
@@ -323,7 +388,8 @@ class Remote:
             )
 
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        barrier()  # or this would overtake what a compiled program has dispatched
+        barrier()  # or this would overtake what a compiled program has dispatched, and what was submitted
+        self.handle.drain()
         structure, leaves = self._flatten(args, kwargs)
         tree, carriers = self.handle.change_state(
             verb, structure, exported(leaves, structure), self._options.timeout

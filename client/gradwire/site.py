@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
-from gradwire_wire.structures import leaf_paths
+from gradwire_wire.structures import LONE_LEAF, fill, leaf_paths
 
 __all__ = ["Outcome", "Site", "SpecResult"]
 
@@ -79,6 +79,13 @@ class Outcome(NamedTuple):
     carriers: Sequence[Carrier | None]
     structure: bytes
     token: int
+
+    def tree(self, adopt: Callable[[Carrier], Any]) -> Any:
+        """The result tree with tensors. Raises as `adopted`."""
+        carriers, structure, _ = self
+        if len(carriers) == 1 and structure == LONE_LEAF and carriers[0] is not None:
+            return adopt(carriers[0])
+        return fill(structure, self.adopted(adopt))
 
     def adopted(self, adopt: Callable[[Carrier], Any]) -> list[Any]:
         """The carriers as tensors. DtypeError where the framework here lacks the type, naming the result."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -119,3 +121,225 @@ def test_awaited(workers: tuple[gw.Worker, gw.Worker]) -> None:
         return [float(y) for y in await asyncio.gather(*(double.aio(np.array(float(i))) for i in range(20)))]
 
     assert asyncio.run(act()) == [2.0 * i for i in range(20)]
+
+
+# ---- Many under way ---------------------------------------------------------------------------------------------------
+
+on_lanes = pytest.mark.skipif(
+    os.environ.get("GRADWIRE_LANE") == "zmq", reason="by ZeroMQ each call has a thread"
+)
+
+
+def small(i: float) -> np.ndarray:
+    return np.full(1, i, "f8")
+
+
+@on_lanes
+def test_they_are_made_in_their_order(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    """Small and large, first ones and planned ones, and those that wait in an event loop, which never waits."""
+    note, noted = (workers[0].function(f"submitted:{name}") for name in ("note", "noted"))
+    noted(small(0))
+
+    async def within_a_loop() -> list[Future[Any]]:
+        return [note.submit(np.full(1 + i % 3 * 5000, i, "f8")) for i in range(400, 1000)]
+
+    futures = [note.submit(np.full(1 + i % 3 * 5000, i, "f8")) for i in range(400)]
+    futures += asyncio.run(within_a_loop())
+    for i, future in enumerate(futures):
+        np.testing.assert_array_equal(future.result(30), np.full(1 + i % 3 * 5000, i, "f8"))
+    np.testing.assert_array_equal(noted(small(0)), np.arange(1000))
+
+
+@on_lanes
+def test_small_arguments_are_taken_at_once(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    nap, double = workers[0].function("submitted:nap"), workers[0].function("any_framework:double")
+    x = np.zeros(3)
+    first = nap.submit(x, 0.2)
+    futures = []
+    for i in range(50):
+        x[:] = i
+        futures.append(double.submit(x))
+    first.result(10)
+    assert [float(f.result(10)[0]) for f in futures] == [2.0 * i for i in range(50)]
+
+
+def test_what_is_under_way_is_bounded() -> None:
+    """10,000 calls of 1 MiB, each with an array of its own: neither process has more than some of them."""
+    with gw.connect() as bridge:
+        first = bridge.worker("numpy", path=[TARGETS]).function("submitted:first")
+        first(np.ones(1 << 17))
+        futures = []
+        highest = 0
+        for i in range(10_000):
+            futures.append(first.submit(np.full(1 << 17, float(i))))
+            highest = max(highest, bridge._memory.arena.resident_bytes)
+        assert [float(f.result(60)[0]) for f in futures] == [float(i) for i in range(10_000)]
+        assert highest < 40 << 20
+
+
+def test_answers_that_nobody_reads_for_a_while(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    """More than the socket between them holds: the worker keeps them, and none is lost or out of turn."""
+    spread = workers[0].function("submitted:spread")
+    for _ in range(3):
+        spread(small(0))
+        spread.submit(small(0)).result(10)
+    for _ in range(3):
+        futures = [spread.submit(small(i)) for i in range(100)]
+        sum(range(20_000_000))  # no other thread of this process runs meanwhile
+        for i, future in enumerate(futures):
+            np.testing.assert_array_equal(future.result(30), np.full(1024, float(i)))
+
+
+def test_each_has_its_own_error(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    odd_fails = workers[0].function("submitted:odd_fails")
+    futures = [odd_fails.submit(small(i)) for i in range(200)]
+    for i, future in enumerate(futures):
+        if i % 2:
+            with pytest.raises(ValueError, match=rf"odd: {i}\b"):
+                future.result(30)
+        else:
+            assert future.result(30) == i
+    refused = odd_fails.submit(np.array(["text"]))
+    with pytest.raises(gw.UnsupportedTensorError, match=r"args\[0\]"):
+        refused.result(10)
+
+
+@on_lanes
+def test_a_worker_that_dies_under_them(tmp_path: pathlib.Path) -> None:
+    """What was answered stays so, the others say that it died, and none is made a second time."""
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[TARGETS])
+        write, path = worker.function("submitted:write"), tmp_path / "lines"
+        futures = [write.submit(small(i), str(path)) for i in range(300)]
+        for future in futures[8:]:
+            with pytest.raises(gw.WorkerDiedError, match="exit code 3"):
+                future.result(30)
+        assert [int(line) for line in path.read_text().split()] == list(range(8))
+        with pytest.raises(gw.WorkerDiedError):
+            write.submit(small(1), str(path)).result(30)
+        worker.restart()
+        assert write.submit(small(1), str(path)).result(30) == 1
+
+
+@on_lanes
+def test_a_deadline_counts_from_when_the_worker_could_begin(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    nap, double = workers[0].function("submitted:nap"), workers[0].function("any_framework:double")
+    patient = nap.options(timeout=2.0)
+    for future in [patient.submit(small(i), 0.3) for i in range(8)]:
+        future.result(30)
+    hasty = nap.options(timeout=0.3)
+    start = time.monotonic()
+    late, after = hasty.submit(small(1), 30.0), [double.submit(small(i)) for i in range(20)]
+    with pytest.raises(gw.DeadlineError):
+        late.result(20)
+    assert [float(f.result(20)[0]) for f in after] == [2.0 * i for i in range(20)]
+    assert time.monotonic() - start < 20
+
+
+@on_lanes
+def test_cancelled_while_it_waits(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    note, noted, nap = (workers[0].function(f"submitted:{name}") for name in ("note", "noted", "nap"))
+    noted(small(0))
+
+    async def act() -> list[Future[Any]]:
+        nap.submit(small(0), 0.5)
+        return [note.submit(small(i)) for i in range(300)]
+
+    futures = asyncio.run(act())
+    cancelled = [i for i in range(200, 300) if futures[i].cancel()]
+    assert len(cancelled) == 100
+    assert [float(f.result(30)[0]) for f in futures[:200]] == list(range(200))
+    np.testing.assert_array_equal(noted(small(0)), np.arange(200))
+
+
+def test_a_callback_may_wait_for_another_call(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    """Also of the same worker: it does not run where the answers are read."""
+    double, found = workers[0].function("any_framework:double"), []
+    called = threading.Event()
+
+    def again(done: Future[Any]) -> None:
+        found.append(double.submit(done.result()).result(20))
+        found.append(double(done.result()))
+        called.set()
+
+    double.submit(small(3)).add_done_callback(again)
+    assert called.wait(30) and found == [12.0, 12.0]
+
+
+def test_a_thousand_gathered_while_the_loop_goes_on(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    double, nap = workers[0].function("any_framework:double"), workers[0].function("submitted:nap")
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            start = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - start)
+
+    async def act() -> list[Any]:
+        ticker = asyncio.create_task(tick())
+        await nap.aio(small(0), 0.3)
+        results = await asyncio.gather(*(double.aio(small(i)) for i in range(1000)))
+        ticker.cancel()
+        return results
+
+    assert [float(y[0]) for y in asyncio.run(act())] == [2.0 * i for i in range(1000)]
+    assert longest < 5
+
+
+def test_between_calls_of_other_threads(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    double, wrong = workers[0].function("any_framework:double"), []
+
+    def in_turn(start: int) -> None:
+        for i in range(start, start + 200):
+            if double(small(i)) != 2.0 * i:
+                wrong.append(i)
+
+    def submitted(start: int) -> None:
+        futures = [double.submit(small(i)) for i in range(start, start + 500)]
+        wrong.extend(i for i, f in enumerate(futures, start) if f.result(30) != 2.0 * i)
+
+    threads = [
+        threading.Thread(target=act, args=(1000 * i,)) for i, act in enumerate([in_turn, submitted] * 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def test_closed_with_calls_under_way() -> None:
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[TARGETS])
+        nap = worker.function("submitted:nap")
+        futures = [nap.submit(small(i), 0.5) for i in range(100)]
+        start = time.monotonic()
+        worker.close()
+        for future in futures[2:]:
+            with pytest.raises((gw.ClosedError, gw.WorkerDiedError)):
+                future.result(20)
+        assert time.monotonic() - start < 20
+        with pytest.raises(gw.ClosedError):
+            nap.submit(small(0), 0.0).result(20)
+
+
+@on_lanes
+def test_state_changes_after_what_was_submitted(torch_python: pathlib.Path) -> None:
+    """In torch: what records nothing goes at once, what records has its gradient, and modes change in between."""
+    torch = pytest.importorskip("torch")
+    with gw.connect() as bridge:
+        worker = bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)
+        net, x = worker.module("submitted_net:make"), torch.ones(4)
+        net.train()
+        with torch.no_grad():
+            before = [net.submit(x) for _ in range(200)]
+            net.eval()
+            after = [net.submit(x) for _ in range(200)]
+        assert [float(f.result(30)) for f in before + after] == [1.0] * 200 + [0.0] * 200
+        assert not before[0].result().requires_grad
+        leaf = torch.ones(4, requires_grad=True)
+        net.submit(leaf).result(30).backward()
+        assert leaf.grad is not None and leaf.grad.shape == (4,)

@@ -13,6 +13,7 @@ import msgpack
 import pytest
 
 from gradwire_wire import (
+    batches,
     control,
     dtypes,
     errors,
@@ -194,6 +195,14 @@ def test_short_frames() -> None:
     assert f"The head has {plans.HEAD} bytes" in PAGE and plans.CALL.size <= plans.HEAD
     assert f"{plans.ENTRY.size} bytes for the entry" in PAGE
     assert f"multiple\nof {plans.ALIGNMENT}" in PAGE and f"at most {plans.MAX_AXES} dimensions" in PAGE
+
+
+def test_batches() -> None:
+    page = {name: [int(n) for n in re.findall(r"\((\d+)", cells)] for name, cells in rows(PAGE, "batch")}
+    assert page["head"] == [struct.calcsize("<" + c) for c in batches.BATCH.format.lstrip("<")]
+    assert page["each frame"] == [batches.LENGTH.size]
+    assert f"kind (1 byte, {batches.SHORT_BATCH})" in PAGE and f"at most {batches.MAX_BATCH})" in PAGE
+    assert f"at most {lane.MAX_BACKLOG} for\neach lane" in PAGE
 
 
 def test_the_page() -> None:

@@ -3,7 +3,8 @@
 Theory of operation. ZeroMQ hands every message to a thread of its own on either side, so that a round trip wakes
 four threads. A lane is a connected pair of sockets: one write wakes the one thread that waits. The client makes
 the pair, keeps one end and passes the other over the tether; the worker polls it beside its other sockets. A
-lane carries one call at a time, in the protocol's own frame, one packet each way::
+lane carries one call at a time, in the protocol's own frame, one packet each way (but for the one lane by which a
+client submits: there are many under way there, and a packet may be a batch, see batches.py)::
 
     client                                   worker
     send_nowait(frame)  ──── packet ────►    poll, receive_nowait
@@ -21,15 +22,21 @@ import errno
 import os
 import socket
 import struct
+from collections import deque
 from typing import Any, Sequence
 
+from gradwire_wire.batches import SHORT_BATCH, frames_in
+from gradwire_wire.errors import ProtocolError
 from gradwire_wire.sockets import LONG, Again, Unreachable
 
-__all__ = ["MAX_PACKET", "NOWAIT", "Lane", "TooLong", "lane_pair", "received_lane", "socket_of"]
+__all__ = ["MAX_PACKET", "NOWAIT", "Lane", "TooLong", "WorkerLane", "lane_pair", "received_lane", "socket_of"]
 
 MAX_PACKET = 64 << 10
 """Bytes of a frame that may go by lane; a socket's buffer takes about 200 KiB."""
 
+
+MAX_BACKLOG = 256
+"""Answers that wait in the worker for a client that has so many calls under way on one lane."""
 
 # as plain numbers: the enumerations behind these names take 2 µs to combine
 _TOO_LONG = (errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM)
@@ -46,10 +53,12 @@ class Lane:
     incoming, outgoing: where short frames lie (see plans.py): the last one received, until the next is; and the
     next one to send. plans: what both ends have agreed on. inlined: tensors up to so many bytes travel in them.
     is_alone: whether no other call of this process is in flight; of use to lanes with a page.
-    max_message: bytes that a call's message may have to go by this lane.
+    max_message: bytes that a call's message may have to go by this lane. The rest: see `WorkerLane`.
     """
 
     is_alone = True
+    is_pipelined = has_more = False
+    backlog: Any = ()
     room = max_message = MAX_PACKET
     inlined = 16 << 10
 
@@ -87,6 +96,24 @@ class Lane:
         """Send the short frame that lies in ``outgoing``; otherwise as `send_nowait`."""
         self._send(self.outgoing[:nbytes])
 
+    def send_if_room(self, packet: bytes) -> bool:
+        """Send a packet; False where the peer has not read enough of the earlier ones. Unreachable, TooLong.
+
+        The one method that another thread than the receiver's may call.
+        """
+        try:
+            self._socket.send(packet, _SEND)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in _TOO_LONG:
+                raise TooLong(str(error)) from error
+            raise Unreachable(str(error)) from error
+        return True
+
+    def flush(self) -> None:
+        """See `WorkerLane.flush`."""
+
     def receive(self) -> list[bytes] | int:
         """The next frame, or the length of a short one. Again after the timeout; Unreachable once the peer is gone."""
         return self._receive(0)
@@ -120,16 +147,64 @@ class Lane:
         self._socket.close()
 
 
+class WorkerLane(Lane):
+    """The worker's end. A client that submits has many calls under way here, and batches may come.
+
+    is_pipelined: whether one has. has_more: whether frames of the last one are left, which no poller sees.
+    backlog: answers that the socket did not take yet, at most `MAX_BACKLOG`; `flush` once it is writable.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._frames: deque[bytes] = deque()
+        self.backlog = deque()
+
+    def receive_nowait(self) -> list[bytes] | int | None:
+        """See `Lane.receive_nowait`; the frames of a batch one by one."""
+        if not self._frames:
+            received = super().receive_nowait()
+            if type(received) is not int or self.incoming[0] != SHORT_BATCH:
+                return received
+            try:
+                self._frames.extend(frames_in(bytes(self.incoming[:received])))
+            except ProtocolError as error:
+                raise Unreachable(str(error)) from error
+            self.is_pipelined = True
+        frame = self._frames.popleft()
+        self.has_more = bool(self._frames)
+        if frame[0] >= LONG:
+            return [frame]
+        self.incoming[: len(frame)] = frame
+        return len(frame)
+
+    def _send(self, frame: Any) -> None:
+        """Send, or keep until the client has read more. Unreachable where it has read nothing for too long."""
+        if not self.backlog and self.send_if_room(frame):
+            return
+        if len(self.backlog) >= MAX_BACKLOG:
+            raise Unreachable("the client does not read its answers")
+        self.backlog.append(bytes(frame))
+
+    def flush(self) -> None:
+        """Send what the socket takes of the backlog. Unreachable once the peer is gone."""
+        backlog = self.backlog
+        try:
+            while backlog and self.send_if_room(backlog[0]):
+                backlog.popleft()
+        except TooLong:  # the system is short of buffers: later
+            pass
+
+
 def lane_pair(receive_timeout_ms: int) -> tuple[Lane, Any]:
     """A client's end, and the socket that is to be passed on and then closed. OSError where none can be had."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Lane(ours, receive_timeout_ms), theirs
 
 
-def received_lane(descriptor: int) -> Lane | None:
+def received_lane(descriptor: int) -> WorkerLane | None:
     """The worker's end (takes over the descriptor); None where it is no such socket."""
     sock = socket_of(descriptor)
-    return None if sock is None else Lane(sock)
+    return None if sock is None else WorkerLane(sock)
 
 
 def socket_of(descriptor: int) -> socket.socket | None:

@@ -29,6 +29,7 @@ from gradwire_wire.messages import MAX_FRAME
 __all__ = [
     "IN",
     "LONG",
+    "OUT",
     "Addressee",
     "Again",
     "ClientKeys",
@@ -50,7 +51,7 @@ __all__ = [
     "send_nowait",
 ]
 
-IN = zmq.POLLIN
+IN, OUT = zmq.POLLIN, zmq.POLLOUT
 LONG = 0x80
 """A message's first byte is this or more, and that of a short frame (see plans.py) is less."""
 ROOM, INLINED = 64 << 10, 4 << 10

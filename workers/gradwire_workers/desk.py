@@ -133,6 +133,7 @@ class Desk:
         self._awake: tuple[WorkerPage, Session] | None = None
         self._latest: Any = None
         self._in_row = 0
+        self._unread: set[int] = set()  # lanes with frames left of a batch
         self._interrupts = Interrupts()
         self.was_used = (
             False  # whether anyone has asked for a target, whose import may already compute something
@@ -156,12 +157,12 @@ class Desk:
             poller.register(waited, sockets.IN)
         while True:
             is_awake = self._awake is not None and self._serve_awake(*self._awake)
-            ready = dict(poller.poll(0 if is_awake else None))
+            ready = dict(poller.poll(0 if is_awake or self._unread else None))
             if control in ready and not on_control():
                 return
             if self._listener.fileno() in ready:
                 self._accept()
-            for waited in ready:
+            for waited in [*ready, *(self._unread - ready.keys())]:
                 if waited in self._lanes:
                     self._serve_lane(waited)
                 elif waited in self._tethers:
@@ -266,6 +267,7 @@ class Desk:
 
     def _close_lane(self, fd: int) -> None:
         lane, _ = self._lanes.pop(fd)
+        self._unread.discard(fd)
         if self._awake is not None and self._awake[0] is lane:
             self._awake = None
         self._poller.unregister(fd)
@@ -330,6 +332,8 @@ class Desk:
     def _serve_lane(self, fd: int) -> None:
         lane, session = self._lanes[fd]
         try:
+            if lane.backlog:
+                self._flush(lane)
             received = lane.receive_nowait()
         except sockets.Unreachable:
             self._close_lane(fd)
@@ -337,12 +341,32 @@ class Desk:
         if received is not None:
             self._serve(session, received, lane)
             self._note_turn(lane, session)
+        if lane.is_pipelined:
+            self._serve_further(fd, lane, session)
+
+    def _flush(self, lane: Lane) -> None:
+        lane.flush()
+        if not lane.backlog:
+            self._poller.modify(lane.fileno(), sockets.IN)
+
+    def _serve_further(self, fd: int, lane: Lane, session: Session) -> None:
+        """Calls that were submitted behind the first, which nobody waits for one by one; for one turn."""
+        until = time.perf_counter() + TURN_S
+        try:
+            while time.perf_counter() < until and (received := lane.receive_nowait()) is not None:
+                self._serve(session, received, lane)
+        except sockets.Unreachable:
+            self._close_lane(fd)
+            return
+        (self._unread.add if lane.has_more else self._unread.discard)(fd)
 
     def _serve(self, session: Session | None, received: list[bytes] | int, line: Line) -> None:
         if type(received) is int and session is not None:
             self._serve_short(session, line, received)
         else:
             self._serve_one(session, received, line)  # type: ignore[arg-type]
+        if isinstance(line, Lane) and line.backlog:
+            self._poller.modify(line.fileno(), sockets.IN | sockets.OUT)
         if session is not None:
             # the tether was perhaps read on the way, and will not be readable again
             self._take_lanes(session)
@@ -489,8 +513,8 @@ class Desk:
         else:
             request = Request(call.remote, call.keep, token, call.token_ops)
             result, kept, ns = self._evaluate(
-                session, plan.program, plan.site, plan.word, request, call_id, operands, plan.chain
-            )
+                session, plan.program, plan.site, plan.word, request, call_id, list(operands), plan.chain
+            )  # a list of its own, which a pullback may keep
             tensors, structure = result
         operands.clear()  # the caller of this still has the list, and the answer must not find it holding any
         try:

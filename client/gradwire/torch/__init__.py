@@ -15,7 +15,7 @@ import torch
 from gradwire.derived import Derived, anchored
 from gradwire.site import Site
 from gradwire.torch.compiled import traced
-from gradwire.torch.nodes import apply
+from gradwire.torch.nodes import apply, records_nothing
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill
 from gradwire_wire.tensors import numpy as numpy_tensors
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gradwire.handle import Handle
     from gradwire.torch.module import Module
 
-__all__ = ["ACCUMULATES", "NAME", "Module", "call", "in_callers_modes", "traced"]
+__all__ = ["ACCUMULATES", "NAME", "Module", "call", "in_callers_modes", "is_plain", "traced"]
 
 NAME = "torch"
 ACCUMULATES = True  # loss.backward() adds to a local module's gradients as well
@@ -61,13 +61,18 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     return tree
 
 
+def is_plain(site: Site, operands: list[Any]) -> bool:
+    """See `gradwire.families.Face`: no graph, no transform, no mode would see the call."""
+    return records_nothing(site.accumulate, [x for x in operands if isinstance(x, torch.Tensor)])
+
+
 @torch._disable_dynamo
 def _undisturbed(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """The call outside of what torch.compile compiles: a graph break. (See `traced` for the way without.)"""
     return call(handle, site, operands)
 
 
-def in_callers_modes(act: Callable[[], Any]) -> Callable[[], Any]:
+def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:
     """``act`` for a thread that has torch's default modes, in those of this one: gradients recorded or not, inference."""
     if torch.is_inference_mode_enabled():
         return torch.inference_mode()(act)

@@ -31,7 +31,7 @@ from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import aval, torch_dtype
 
-__all__ = ["apply"]
+__all__ = ["apply", "records_nothing"]
 
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _functorch_levels = torch._C._functorch.get_interpreter_stack
@@ -57,6 +57,14 @@ def apply(fn: Derived, operands: Sequence[Any], token: Any = None) -> Sequence[A
     else:
         return _evaluate(fn, token, operands)[0]
     return _Node.apply(fn, *operands, token)
+
+
+def records_nothing(accumulates: bool, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether a plain call would be evaluated and nothing else. accumulates: as of its site."""
+    if _functorch_level() is not None or _modes_active() or forward_ad._current_level >= 0:
+        return False
+    is_graph_recorded = torch.is_grad_enabled() and (accumulates or any(x.requires_grad for x in operands))
+    return not is_graph_recorded and not torch._C._is_tracing()
 
 
 def _evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
