@@ -188,7 +188,7 @@ def test_any_tree_from_every_caller(worker_of: Workers, family: str, framework: 
     def run(tree: Any) -> None:
         with wide(family), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            sent = mapped(tree, lambda x: as_family(family, native(x) if family == "torch" else x))
+            sent = mapped(tree, lambda x: as_family(family, x if family == "numpy" else native(x)))
             assert_same_tree(family, remote(sent), tree)
 
     run()

@@ -25,7 +25,7 @@ BUILTIN = [
 
 
 def test_all_is_the_public_names() -> None:
-    assert set(errors.__all__) == {c.__name__ for c in CLASSES} | {"remote_error", "shown"}
+    assert set(errors.__all__) == {c.__name__ for c in CLASSES} | {"class_named", "remote_error", "shown"}
 
 
 @pytest.mark.parametrize("cls", CLASSES)
