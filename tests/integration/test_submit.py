@@ -262,8 +262,9 @@ def test_a_callback_may_wait_for_another_call(workers: tuple[gw.Worker, gw.Worke
         found.append(double(done.result()))
         called.set()
 
-    double.submit(small(3)).add_done_callback(again)
-    assert called.wait(30) and found == [12.0, 12.0]
+    nap = workers[0].function("submitted:nap")
+    nap.submit(small(3), 0.3).add_done_callback(again)
+    assert called.wait(30) and found == [6.0, 6.0]
 
 
 def test_a_thousand_gathered_while_the_loop_goes_on(workers: tuple[gw.Worker, gw.Worker]) -> None:
