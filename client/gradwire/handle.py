@@ -218,14 +218,17 @@ class Handle:
             return None
 
     def submission(
-        self, site: Site, carriers: list[Carrier], adopt: Callable[[Carrier], Any], again: Callable[[], Any]
+        self,
+        pipeline: Pipeline,
+        site: Site,
+        carriers: list[Carrier],
+        adopt: Callable[[Carrier], Any],
+        again: Callable[[], Any],
     ) -> Submission:
         """A call for the pipeline. See `gradwire.pipeline.Submission`."""
-        from gradwire.pipeline import Submission
-
         if self.is_module and site.training is not False:
             self.stakes.raise_to(self._stake_of_call(site))
-        return Submission(self, self._remote, site, carriers, adopt, again)
+        return pipeline.submission(self, self._remote, site, carriers, adopt, again)
 
     def note_death(self) -> None:
         """A call of this target has met its worker's death."""

@@ -90,6 +90,8 @@ class CallFuture(Future[Any]):
         """See `concurrent.futures.Future.result`."""
         if self._state != _FINISHED:
             self.wait(timeout)
+        if self._state == _FINISHED and self._exception is None:
+            return self._result
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -173,6 +175,8 @@ class Pipeline:
         self._seen: set[Any] = set()
         self._since = 0.0
         self._thread: threading.Thread | None = None
+
+    submission = Submission
 
     @property
     def is_over(self) -> bool:

@@ -43,7 +43,7 @@ from gradwire_wire.structures import fill, flatten, positional
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from gradwire.pipeline import Submission
+    from gradwire.pipeline import Pipeline, Submission
 
 __all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
 
@@ -236,9 +236,9 @@ class Remote:
         if compiling_face() is None:
             try:
                 pipeline = self.handle.pipeline(self._background)
-                call = None if pipeline is None else self._submission(args, kwargs, known, act)
-                if call is not None:
-                    begun = pipeline.submit(call, may_wait, future)  # type: ignore[union-attr]
+                call = None if pipeline is None else self._submission(pipeline, args, kwargs, known, act)
+                if call is not None and pipeline is not None:
+                    begun = pipeline.submit(call, may_wait, future)
             except Exception as error:
                 act = raising(error)
         if begun is not None:
@@ -248,7 +248,12 @@ class Remote:
         return future
 
     def _submission(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[str, Site] | None, again: Any
+        self,
+        pipeline: Pipeline,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: tuple[str, Site] | None,
+        again: Any,
     ) -> Submission | None:
         """The call as it goes by the pipeline; None where a gradient would be recorded, or it may be repeated."""
         family, site, leaves = self._route(args, kwargs) if known is None else (*known, list(args))
@@ -259,7 +264,7 @@ class Remote:
         adopt = tensors_named(family).adopt
         if family != "numpy":
             adopt = in_callers_modes(adopt)
-        return self.handle.submission(site, carriers, adopt, again)
+        return self.handle.submission(pipeline, site, carriers, adopt, again)
 
     async def aio(self, *args: Any, **kwargs: Any) -> Any:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
