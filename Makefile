@@ -16,7 +16,9 @@
 
 PYTHON    ?= python3
 PIP_FLAGS ?= -q -q
+ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += --jobs=2 # two environments at a time: half the wait
+endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
