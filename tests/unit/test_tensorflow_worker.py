@@ -802,7 +802,7 @@ def test_bad_steps() -> None:
         program.optimizer(dict, {})
     with pytest.raises(UsageError, match="not callable"):
         program.optimizer(3, {})
-    with pytest.raises(ValueError, match="nonsense"):
+    with pytest.raises(UsageError, match="nonsense"):
         program.optimizer(keras.optimizers.SGD, {"nonsense": 1})
     with pytest.raises(UsageError, match="trainable_variables"):
         engine.program(branches, is_module=False).optimizer(keras.optimizers.SGD, {})
