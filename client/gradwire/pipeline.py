@@ -24,12 +24,11 @@ late answer is known for what it is.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +65,8 @@ BATCH, BATCH_NBYTES, SOON = 16, 16 << 10, 1 << 10
 """Calls that go as soon as there are so many; bytes of one packet; bytes of arguments that do not wait for others."""
 SMALL = 64 << 10
 """Bytes of an argument that is copied where it waits here."""
+LOOK_S = 0.1
+"""Seconds between two looks of whoever waits for what may be told elsewhere."""
 AT_ONCE = 32
 """Answers that are read before anybody is told of them."""
 _RUNNING, _FINISHED = "RUNNING", "FINISHED"
@@ -569,7 +570,10 @@ class Pipeline:
             latest = [*self._waiting][-1:] or [*self._under_way][-1:]
         if latest and threading.current_thread() is not self._thread:
             with self._finished:
-                self._finished.wait_for(latest[0].future.done)
+                while not latest[
+                    0
+                ].future.done():  # which may be a future of a former connection, with another condition
+                    self._finished.wait(LOOK_S)
 
     def close(self) -> None:
         """The connection is closed: what is under way is told so, by the pump; the worker need not begin with it."""
@@ -601,11 +605,12 @@ def _finish(future: Any, result: Any, error: BaseException | None) -> None:
             waiter.add_exception(future)
 
 
-def _of_one_packet(outbox: Iterable[bytes]) -> list[bytes]:
-    """The first frames: as many as go into one packet."""
+def _of_one_packet(outbox: deque[bytes]) -> list[bytes]:
+    """The first frames: as many as go into one packet. Others may append meanwhile, which an iterator would not survive."""
     frames: list[bytes] = []
     nbytes = 0
-    for frame in itertools.islice(outbox, MAX_BATCH):
+    for i in range(min(len(outbox), MAX_BATCH)):
+        frame = outbox[i]
         nbytes += 4 + len(frame)
         if frames and nbytes > BATCH_NBYTES:
             break

@@ -188,8 +188,10 @@ class Remote:
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Make the call without waiting for its answer; tensors must not be written until it is done.
 
-        Calls that record no gradient are made in this order, and many are under way at once: it waits while that are
-        128 calls or 16 MiB of arguments (a thread that runs an event loop never does).
+        Calls from numpy, and from torch where no gradient is recorded, are made in this order, and many are under way at
+        once: it waits while that are 128 calls or 16 MiB of arguments (a thread that runs an event loop never does). All
+        others, those too long for a lane, and all of them by tcp, with ``GRADWIRE_LANE=zmq`` or ``retry``, are made by eight
+        threads, in no order: wait for such a future before ``train``, ``step`` and the like, which wait for the former alone.
 
         An argument may be the future of another ``submit``, also inside lists, tuples and dicts: the call is made once its
         result is there, and fails as it failed. torch's ``no_grad``, ``enable_grad`` and ``inference_mode`` are those of the

@@ -145,6 +145,32 @@ def test_r41_as_often_and_in_the_order_written(worker_of: Workers, compiled: boo
     assert log.buffers()["seen"].tolist() == [3.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["op by op", "jit"])
+def test_r41_once_an_iteration_of_a_differentiated_loop_or_refused(
+    worker_of: Workers, compiled: bool
+) -> None:
+    """Also where its arguments are the same in all: JAX moves such calls out, and before 0.4.36 asks nobody."""
+    mode = jax.jit if compiled else lambda f: f
+    net = worker_of("torch").module("reports_torch:Counter").train()
+
+    def of_loop(a: Any, argument: Any) -> Any:
+        body = lambda c, i: (c + net(argument(i))[0] * a, None)  # noqa: E731
+        return jax.lax.scan(body, jnp.float32(0) * a, jnp.arange(5, dtype=jnp.float32))[0]
+
+    mode(jax.grad(lambda a: of_loop(a, lambda i: jnp.asarray(ONE) * i)))(jnp.float32(2))
+    jax.effects_barrier()
+    assert net.buffers()["calls"] == 5
+    invariant = mode(jax.grad(lambda a: of_loop(a, lambda i: jnp.asarray(ONE))))
+    if jax.__version_info__ < (0, 4, 36):
+        with pytest.raises(gw.UsageError, match="once instead of once an iteration"):
+            invariant(jnp.float32(2))
+        assert net.buffers()["calls"] == 5
+    else:
+        invariant(jnp.float32(2))
+        jax.effects_barrier()
+        assert net.buffers()["calls"] == 10
+
+
 def test_r36_errors_are_seen_and_the_next_call_works(this_jax: gw.Worker, shared_bridge: gw.Bridge) -> None:
     spec = gw.ShapeDtype((3,), "float32")
     bad, good = (

@@ -269,6 +269,17 @@ def _partially_evaluate(trace: Any, *tracers: Any, derived: Derived) -> Any:
     return trace.default_process_primitive(primitive, tracers, {"derived": derived})
 
 
+def _bind_unless_moved_out(*values: Any, derived: Derived) -> list[Any]:
+    """For JAX before 0.4.36, which asks no rule about what is known, and would make such a call once: UsageError."""
+    if derived.ordered and _is_hoisting() and not any(hasattr(x, "pval") for x in values):
+        raise UsageError(
+            f"{describe(derived)} moves the state of its module, and JAX {jax.__version__} would make it once instead of once "
+            "an iteration of this differentiated scan. Give it an argument that depends on the loop, or use JAX 0.4.36 or newer"
+        )
+    found: list[Any] = Primitive.bind(primitive, *values, derived=derived)
+    return found
+
+
 def _is_hoisting() -> bool:
     """Whether scan's rule is looking for what it can move out; told by the names of JAX's functions on the stack.
 
@@ -291,3 +302,5 @@ def _is_hoisting() -> bool:
 
 
 pe.custom_partial_eval_rules[primitive] = _partially_evaluate
+if jax.__version_info__ < (0, 4, 36):
+    primitive.bind = _bind_unless_moved_out
