@@ -19,9 +19,9 @@ ACCUMULATES = False
 def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """Arrays in, arrays out. Results are private to this process and writable."""
     carriers, structure, _ = outcome = handle.invoke(site, (), export_all(operands))
-    if len(carriers) == 1 and structure == LONE_LEAF and carriers[0] is not None:
-        return adopt(carriers[0])
     try:
+        if len(carriers) == 1 and structure == LONE_LEAF and carriers[0] is not None:
+            return adopt(carriers[0])
         results = adopt_all(carriers)
     except DtypeError:
         results = outcome.adopted(adopt)  # raises it with the result's name

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -384,13 +385,35 @@ class Recording:
         return Recorded(
             self._started,
             stopped,
-            list(self._messages),
+            _until(stopped, list(self._messages)),
             far,
             {incarnation: c.facts.pid for incarnation, c in attached.items()},
             {t.native_id: t.name for t in threading.enumerate() if t.native_id is not None},
             dropped,
             self._lost,
         )
+
+
+def _until(stopped: int, messages: Iterable[Message]) -> list[Message]:
+    """The messages as they stood then: those under way go on being noted. Later steps are 0, later messages left out."""
+    known: dict[int, Any] = {}
+
+    def clipped(noted: Any) -> Any:
+        if noted is None or id(noted) in known:
+            return known.get(id(noted))
+        made = known[id(noted)] = copy(noted)
+        for step in _STEPS & set(type(noted).__slots__):
+            if getattr(made, step) > stopped:
+                setattr(made, step, 0)
+        for outer in _OUTER & set(type(noted).__slots__):
+            setattr(made, outer, clipped(getattr(made, outer)))
+        return made
+
+    return [clipped(noted) for noted in messages if noted.began <= stopped]
+
+
+_STEPS = {"answered", "left", "lent", "received", "sent", "taken"}
+_OUTER = {"face", "invocation"}
 
 
 def _fetch(connection: Connection) -> tuple[dict[int, FarEnd], int]:

@@ -132,7 +132,7 @@ class _Events:
         for (name, begin), (_, end) in pairwise(reached):
             yield self._span(name, self._pid, noted.thread, begin, end)
         far = self._recorded.far.get(noted.incarnation, {}).get(noted.call_id)
-        if far is not None:
+        if far is not None and noted.lent:
             yield from self._far_end(noted, far)
 
     # -- there, and between ------------------------------------------------------------------------
