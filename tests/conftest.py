@@ -12,14 +12,17 @@ import gc
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from gradwire_broker.runtime import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,6 +32,11 @@ settings.load_profile("gradwire")
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A shell starts what it puts into the background with SIGINT ignored, and children inherit that: tests of Ctrl-C
+# (R62) send one to programs that they started, or to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # ---- Interpreters of the workers' environments ---------------------------------------------------------------------
@@ -82,6 +90,21 @@ def xla_way(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADWIRE_JAX_FFI", "on" if request.param == "express" else "off")
         yield request.param
+
+
+# ---- What only the next broker can remove --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sweep_for_the_killed() -> Callable[[], None]:
+    """Do as the next broker that starts: remove the runtime folder of a program and a broker that were both killed."""
+
+    def sweep_once() -> None:
+        deadline = time.monotonic() + 2.0
+        while not sweep(Path(os.environ["XDG_RUNTIME_DIR"])) and time.monotonic() < deadline:
+            time.sleep(0.02)  # the killed one has it locked until its last thread is gone
+
+    return sweep_once
 
 
 # ---- Nothing stays behind ------------------------------------------------------------------------------------------

@@ -75,11 +75,9 @@ def _connect_to(address: str, start_timeout: float, keys: str | None = None) -> 
 class Bridge:
     """Made by `connect`. Close it, use it as a context manager, or leave it to the interpreter's exit."""
 
-    def __init__(self, link: BrokerLink, max_shared_bytes: int | None = None) -> None:
-        """max_shared_bytes: of memory that this program shares; None: ``GRADWIRE_MAX_SHARED_BYTES``, or no such limit."""
+    def __init__(self, link: BrokerLink) -> None:
         self._link, self._pid = link, os.getpid()
-        limit = shared_limit() if max_shared_bytes is None else max_shared_bytes
-        self._memory = Memory(limit, link.folder)
+        self._memory = Memory(shared_limit(), link.folder)
         self._workers: dict[str, Worker] = {}
         self._starting: set[str] = set()  # names that are given away, of workers that are not there yet
         self._naming = threading.Lock()

@@ -131,9 +131,7 @@ def test_call_starts_a_worker_of_its_own(shell: Path) -> None:
     [
         (("call", "shell_ops.py:fails", "--arg", "1", "--broker", "shell"), "ValueError: not today"),
         (("call", "shell_ops.py:sam", "--arg", "1", "--broker", "shell"), "did you mean 'same'"),
-        (("call", "same", "--arg", "words", "--broker", "shell"), "write a text in quotation marks"),
         (("call", "same", "--arg", "no.npy", "--broker", "shell"), "no.npy cannot be read: No such file"),
-        (("call", "same", "--kwarg", "x", "--broker", "shell"), "write it as name=value"),
         (("call", "same", "--worker", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
         (("stop", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
         (("logs", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
@@ -148,10 +146,34 @@ def test_r65_a_mistake_is_told_in_a_sentence(shell: Path, arguments: tuple[str, 
     assert 'commands/__init__.py", line' not in done.stderr, "a traceback of gradwire's own"
 
 
-def test_stop_needs_names_or_all() -> None:
-    for arguments in (("stop",), ("stop", "--all", "x")):
-        done = gradwire(*arguments)
-        assert done.returncode == 2 and "--all" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("stop",), "or --all for the broker"),
+        (("stop", "--all", "x"), "or --all for the broker"),
+        (("stop", "x", "--timeout", "soon"), "'soon' is not a number"),
+        (("call", "same", "--arg", "words"), "write a text in quotation marks"),
+        (("call", "same", "--kwarg", "x"), "write it as name=value"),
+        (("call", "same", "--kwarg", "x=words"), "write a text in quotation marks"),
+        (("call", "same", "--timeout", "0"), "not a number above 0"),
+        (("call", "same", "--python", "3.11"), "--python goes with --framework"),
+        (("call", "same", "--worker", "a", "--framework", "numpy"), "not allowed with"),
+        (("up", "any.toml", "--listen", "tcp://127.0.0.1:1"), "never in the clear"),
+        (("keys", "create", "nowhere", "--client", "a/b"), "made of letters"),
+        (("keys",), "required"),
+        ((), "required"),
+    ],
+)
+def test_what_is_written_wrongly_is_told_by_argparse(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is done, and whether or not a broker runs."""
+    with pytest.raises(SystemExit) as leaving:
+        commands.main(arguments)
+    said = capsys.readouterr()
+    assert leaving.value.code == 2 and not said.out and not os.path.exists("nowhere")
+    *usage, error = said.err.splitlines()
+    assert usage[0].startswith("usage: gradwire") and says in error
 
 
 def test_logs_follow_what_is_printed(shell: Path) -> None:

@@ -289,6 +289,14 @@ def test_r66_the_module_venv_may_be_missing(pip: Path, tmp_path: Path) -> None:
 # ---- Listing and removing ------------------------------------------------------------------------------------------
 
 
+WRONG = {  # what was written: what is said
+    ("remove",): "give names, or --unused DAYS",
+    ("remove", "--unused", "-1"): "'-1' is not a number from 0 up",
+    ("build",): "give requirements, or a file of them with -r",
+    ("build", "torch 2.1"): "'torch 2.1' is no requirement",
+}
+
+
 def test_the_command_builds_lists_and_removes(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,8 +312,10 @@ def test_the_command_builds_lists_and_removes(
     assert name in listed and "used within the hour: msgpack>=1.0 numpy other pyzmq>=25" in listed
     assert main(["env", "remove", "py9"]) == 1
     assert f"no environment is 'py9'; there are {name}" in capsys.readouterr().err
-    assert main(["env", "remove"]) == 1
-    assert main(["env", "build"]) == 1
+    for wrong, says in WRONG.items():
+        with pytest.raises(SystemExit) as leaving:
+            main(["env", *wrong])
+        assert leaving.value.code == 2 and says in capsys.readouterr().err, wrong
     os.utime(python.parents[1] / MANIFEST, (time.time() - 5 * 86400,) * 2)
     assert main(["env", "remove", "--unused", "6"]) == 0
     assert python.exists()

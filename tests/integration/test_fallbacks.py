@@ -160,9 +160,7 @@ def _unreadable_to_others() -> bool:
 R50 = """
 import numpy as np
 import gradwire as gw
-from gradwire.bridge import Bridge
-from gradwire.broker_link import BrokerLink
-with Bridge(BrokerLink.start_private(30.0), max_shared_bytes=16 << 20) as bridge:
+with gw.connect() as bridge:
     double = bridge.worker("numpy", path=[{targets!r}]).function("fragile:double")
     double(np.ones(1 << 17))
     for _ in range(3):
@@ -171,7 +169,7 @@ with Bridge(BrokerLink.start_private(30.0), max_shared_bytes=16 << 20) as bridge
         except gw.MemoryExhaustedError as error:
             text = str(error)
             assert error.retry_safe and isinstance(error, MemoryError)
-            assert "max_shared_bytes" in text and "free" in text and "Drop results" in text, text
+            assert "free (GRADWIRE_MAX_SHARED_BYTES of this process)" in text and "free" in text and "Drop results" in text, text
             assert any(int(w) >= 32 << 20 for w in text.split() if w.isdigit()), text
         else:
             raise SystemExit("32 MB went through a limit of 16 MB")
@@ -181,7 +179,8 @@ with Bridge(BrokerLink.start_private(30.0), max_shared_bytes=16 << 20) as bridge
 
 
 def test_r50_a_limit_of_16_mb_and_32_mb_to_send() -> None:
-    assert run(R50.format(targets=str(HERE / "targets")))[0] == "fine\n"
+    limit = {"GRADWIRE_MAX_SHARED_BYTES": str(16 << 20)}
+    assert run(R50.format(targets=str(HERE / "targets")), **limit)[0] == "fine\n"
 
 
 R50_WORKER = """

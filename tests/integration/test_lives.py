@@ -175,7 +175,9 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.parametrize("load", ["", "; double.submit(big)", "; after.submit(big, 60.0)"])
 @pytest.mark.parametrize("victims", ["program", "broker", "worker", "program+worker", "program+broker"])
-def test_r51_killed_with_50_mb_under_way(run: Callable[..., Any], victims: str, load: str) -> None:
+def test_r51_killed_with_50_mb_under_way(
+    run: Callable[..., Any], sweep_for_the_killed: Callable[[], None], victims: str, load: str
+) -> None:
     one = run(f"big = np.ones(50 << 17)\ndouble(big){load}\nprint(worker.pid, flush=True)\ntime.sleep(60)")
     worker = int(one.stdout.readline())
     pids = {"program": one.pid, "worker": worker, "broker": parent_of(worker)}
@@ -192,6 +194,8 @@ def test_r51_killed_with_50_mb_under_way(run: Callable[..., Any], victims: str, 
     assert not wait_gone(expected)
     if "program" not in victims:
         assert one.poll() is None
+    if victims == "program+broker":
+        sweep_for_the_killed()
 
 
 @pytest.mark.parametrize(

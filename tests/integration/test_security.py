@@ -235,14 +235,14 @@ def test_tcp_without_keys_is_refused_before_a_byte_is_sent(monkeypatch: pytest.M
 def test_a_broker_does_not_listen_without_keys(folder: Path) -> None:
     (folder / "clear.toml").write_text('[workers.w]\nframework = "numpy"\n')
     done = gradwire("up", str(folder / "clear.toml"), "--listen", "tcp://127.0.0.1:5999")
-    assert done.returncode == 1 and "never in the clear" in done.stderr
+    assert done.returncode == 2 and "never in the clear" in done.stderr
     done = gradwire(
         "up", str(folder / "clear.toml"), "--listen", "tcp://127.0.0.1:5999", "--keys", str(folder)
     )
     assert done.returncode == 1 and "secret.key cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
     done = gradwire("up", str(folder / "clear.toml"), "--listen", "127.0.0.1", "--keys", str(folder))
-    assert done.returncode == 1 and "tcp://HOST:PORT" in done.stderr
+    assert done.returncode == 2 and "tcp://HOST:PORT" in done.stderr
 
 
 def test_r65_a_port_that_is_taken_is_named(far: str, folder: Path) -> None:

@@ -125,13 +125,15 @@ def test_without_matplotlib_a_sentence_says_what_to_install(
         (["--framework", "numpy", "--target", "a:b"], "--shape 256x64"),
         (["--framework", "numpy", "--shape", "3"], "about a --target"),
         (["--framework", "numpy", "--callers", "mxnet"], "there are numpy, torch"),
-        (["--framework", "numpy", "--seconds", "0"], "more than 0"),
+        (["--framework", "numpy", "--seconds", "0"], "a number above 0"),
     ],
 )
 def test_what_is_written_wrongly_is_a_sentence(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments]) == 1
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", *arguments])
+    assert leaving.value.code == 2
     said = capsys.readouterr()
     assert says in said.err and "Traceback" not in said.err and not said.out
 

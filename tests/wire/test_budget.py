@@ -32,11 +32,11 @@ FREE = Reading(None, [], None, 0)
             "control group",
         ),
         (FREE._replace(address_space=GIB, mapped=1000), None, 0, GIB - 1000 - SPARE_ADDRESSES, "RLIMIT_AS"),
-        (FREE, 16 << 20, 4 << 20, 12 << 20, "max_shared_bytes"),
+        (FREE, 16 << 20, 4 << 20, 12 << 20, "GRADWIRE_MAX_SHARED_BYTES"),
         (FREE._replace(available=GIB), 10 * GIB, 0, GIB - SPARE, "this machine"),
         (FREE._replace(available=10), None, 0, 0, "this machine"),
-        (FREE, 10, 20, 0, "max_shared_bytes"),
-        (FREE, 0, 0, 0, "max_shared_bytes"),
+        (FREE, 10, 20, 0, "GRADWIRE_MAX_SHARED_BYTES"),
+        (FREE, 0, 0, 0, "GRADWIRE_MAX_SHARED_BYTES"),
     ],
 )
 def test_the_tightest_limit_wins(reading: Reading, limit: int | None, used: int, room: int, why: str) -> None:

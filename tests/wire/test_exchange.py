@@ -588,7 +588,7 @@ def test_an_interrupt_during_the_copy_loses_nothing(pair: Pair, monkeypatch: pyt
 def test_R50_a_limit_of_16_MiB_and_32_MiB_to_send(join: Join) -> None:
     one, _ = join(Memory(limit=16 * MIB))
     with pytest.raises(
-        MemoryExhaustedError, match=rf"{32 * MIB} bytes .*needed, {16 * MIB} free \(max_shared_bytes"
+        MemoryExhaustedError, match=rf"{32 * MIB} bytes .*needed, {16 * MIB} free \(GRADWIRE_MAX_SHARED_BYTES"
     ):
         one.send(np.zeros(32 * MIB, "u1"))
     (y,) = one.send(np.ones(MIB, "u1"))

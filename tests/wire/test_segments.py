@@ -419,7 +419,7 @@ def test_a_closed_descriptor_is_not_closed_again(own: OwnSegment) -> None:
 def test_R50_too_little_is_an_exception_with_both_numbers(footprint: Callable[[], tuple[int, int]]) -> None:
     before = footprint()
     with pytest.raises(
-        MemoryExhaustedError, match=rf"{32 * MIB} bytes .*needed, {16 * MIB} free \(max_shared_bytes"
+        MemoryExhaustedError, match=rf"{32 * MIB} bytes .*needed, {16 * MIB} free \(GRADWIRE_MAX_SHARED_BYTES"
     ):
         OwnSegment(1, 32 * MIB, limit=16 * MIB)
     with pytest.raises(MemoryExhaustedError, match="this machine"):

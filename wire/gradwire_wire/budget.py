@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 def room_for(reading: Reading, limit: int | None, used: int) -> tuple[int, str]:
     """Bytes that may still be taken, and which limit says so.
 
-    limit, used: the user's own ``max_shared_bytes`` and how much of it is taken.
+    limit, used: what GRADWIRE_MAX_SHARED_BYTES says, and how much of it is taken.
     """
     rooms = [
         (group.limit - group.used - SPARE, "memory left to this control group") for group in reading.groups
@@ -41,6 +41,6 @@ def room_for(reading: Reading, limit: int | None, used: int) -> tuple[int, str]:
     if reading.address_space is not None:
         rooms.append((reading.address_space - reading.mapped - SPARE_ADDRESSES, "RLIMIT_AS of this process"))
     if limit is not None:
-        rooms.append((limit - used, "max_shared_bytes: GRADWIRE_MAX_SHARED_BYTES"))
+        rooms.append((limit - used, "GRADWIRE_MAX_SHARED_BYTES of this process"))
     room, why = min(rooms, default=(1 << 62, "no limit known"))
     return max(0, room), why

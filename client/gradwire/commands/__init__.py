@@ -6,17 +6,21 @@ One module here per command, each with two functions::
     run(arguments) -> int       do it; returns the exit code
 
 Exit codes: 0 done; 1 it could not be done, and a sentence on stderr says why; 2 the command was written wrongly
-(argparse says how); 130 interrupted. What a program may want to read is printed as one JSON document with ``--json``.
+(argparse says how, also of what a command finds itself and raises as `Miswritten`); 130 interrupted. What a program may
+want to read is printed as one JSON document with ``--json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
+from gradwire.commands.miswritten import Miswritten
 from gradwire_wire.errors import GradwireError
 
 __all__ = ["COMMANDS", "main"]
@@ -27,24 +31,42 @@ COMMANDS = ("up", "ps", "stop", "logs", "call", "env", "keys", "doctor", "bench"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. ``argv``: without the program's name; None is the process's own."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # whatever the locale cannot write; stderr does so anyhow
     arguments = parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no stdout
         return code
+    except Miswritten as error:
+        arguments.usage_error(str(error))
     except GradwireError as error:
-        print(f"gradwire {arguments.command}: {error}", file=sys.stderr)
-        return 1
+        _say(f"gradwire {arguments.command}: {error}")
     except BrokenPipeError:  # its reader has seen enough, as in `gradwire … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        _give_up_stdout()
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(f"gradwire {arguments.command}: {place}{error.strerror or error}", file=sys.stderr)
-        return 1
+        _say(f"gradwire {arguments.command}: {place}{error.strerror or error}")
+        _give_up_stdout()
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        _say("")
         return 130
+    return 1
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        print(sentence, file=sys.stderr)
+
+
+def _give_up_stdout() -> None:
+    """What is still to be written cannot be: the interpreter is not to complain of that at its exit."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"gradwire.commands.{name}")
         module.add_parser(subparsers)
         command = subparsers.choices[name]
+        command.set_defaults(usage_error=command.error)
         if command.get_default("run") is None:
             command.set_defaults(run=module.run)
     return made

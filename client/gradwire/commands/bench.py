@@ -15,6 +15,7 @@ from gradwire.benchmark import picture
 from gradwire.benchmark.beside import piped
 from gradwire.benchmark.plan import CALLERS, Plan, Work, default_works, parsed_shape, there
 from gradwire.benchmark.report import machine, tables
+from gradwire.commands.miswritten import Miswritten, positive
 from gradwire_wire.errors import GradwireError, UsageError
 
 __all__ = ["add_parser", "run"]
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
         help="of each argument of TARGET, in order",
     )
     parser.add_argument("--callers", metavar="A,B", help=f"only these of {', '.join(CALLERS)}")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="for each figure (1)")
+    parser.add_argument("--seconds", type=positive, default=1.0, metavar="S", help="for each figure (1)")
     parser.add_argument(
         "--json", metavar="FILE", help="write everything there as JSON; - is stdout, without the table"
     )
@@ -75,26 +76,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     framework = arguments.framework or _framework(arguments.python)
-    if not arguments.seconds > 0:
-        raise UsageError(f"--seconds {arguments.seconds}: it must be more than 0")
     if arguments.target:
         if not arguments.shape:
-            raise UsageError(
+            raise Miswritten(
                 "--target needs the shape of each of its arguments: --shape 256x64 --shape 10:int64"
             )
-        inputs = tuple(parsed_shape(text) for text in arguments.shape)
+        inputs = tuple(map(_shape, arguments.shape))
         kind = "module" if arguments.module else "function"
         works: tuple[Work, ...] = (Work(arguments.target, arguments.target, kind, inputs),)
     elif arguments.shape or arguments.module:
-        raise UsageError("--shape and --module are about a --target")
+        raise Miswritten("--shape and --module are about a --target")
     else:
         works = default_works(framework)
     return Plan(framework, arguments.python, arguments.threads, (os.getcwd(),), works, arguments.seconds)
 
 
+def _shape(text: str) -> tuple[tuple[int, ...], str]:
+    try:
+        return parsed_shape(text)
+    except UsageError as error:
+        raise Miswritten(str(error)) from None
+
+
 def _framework(python: str | None) -> str:
     if python is not None:
-        raise UsageError("--python needs --framework: which framework is to be measured in that environment?")
+        raise Miswritten("--python needs --framework: which framework is to be measured in that environment?")
     installed = {CALLERS[caller] for caller in there()}
     return next(name for name in FRAMEWORKS if name in installed)
 
@@ -106,7 +112,7 @@ def _callers(chosen: str | None) -> list[str]:
     wanted = [name.strip() for name in chosen.split(",")]
     for name in wanted:
         if name not in CALLERS:
-            raise UsageError(f"--callers {name}: there are {', '.join(CALLERS)}")
+            raise Miswritten(f"--callers {name}: there are {', '.join(CALLERS)}")
         if name not in available:
             raise UsageError(
                 f"--callers {name}: {CALLERS[name]} is not installed in this environment ({sys.executable})"

@@ -15,6 +15,7 @@ import numpy as np
 
 from gradwire.bridge import connect
 from gradwire.commands.brokers import add_option, chosen_card
+from gradwire.commands.miswritten import Miswritten, positive
 from gradwire.numpy_files import read_argument, write_result
 from gradwire.worker import Worker
 from gradwire_wire.errors import UsageError
@@ -44,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--module", action="store_true", help="TARGET is a factory: make it, and call what it gives"
     )
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds the call may take (no limit)")
+    parser.add_argument("--timeout", type=positive, metavar="S", help="seconds the call may take (no limit)")
     parser.add_argument(
         "--out", metavar="FILE", help="write the result there: .npy for one array, .npz for several"
     )
@@ -52,14 +53,13 @@ def add_parser(subparsers: Any) -> None:
         "--json", action="store_true", help="print the result as JSON, arrays as nested lists"
     )
     add_option(parser)
-    parser.set_defaults(usage_error=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Call it; print the result, or write it to a file."""
     if arguments.python and not arguments.framework:
-        arguments.usage_error("--python goes with --framework: it is the interpreter of the worker to start")
-    args = [read_argument(text) for text in arguments.arg]
+        raise Miswritten("--python goes with --framework: it is the interpreter of the worker to start")
+    args = [_value(text) for text in arguments.arg]
     kwargs = dict(_keyword(text) for text in arguments.kwarg)
     with _worker(arguments) as worker:
         load = worker.module if arguments.module else worker.function
@@ -76,8 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _keyword(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise UsageError(f"--kwarg {text}: write it as name=value")
-    return name, read_argument(value)
+        raise Miswritten(f"--kwarg {text}: write it as name=value")
+    return name, _value(value)
+
+
+def _value(text: str) -> Any:
+    try:
+        return read_argument(text)
+    except UsageError as error:
+        if text.endswith(".npy"):  # well written; the file is to blame
+            raise
+        raise Miswritten(str(error)) from None
 
 
 @contextlib.contextmanager

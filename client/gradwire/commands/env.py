@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from gradwire import environments
+from gradwire.commands.miswritten import Miswritten, not_negative
 from gradwire.environments import Environment
-from gradwire_wire.errors import UsageError
+from gradwire.environments.requirements import BadRequirement, normalized
 
 __all__ = ["add_parser", "run"]
 
@@ -29,11 +30,13 @@ def add_parser(subparsers: Any) -> None:
         "-r", "--requirement", action="append", default=[], metavar="FILE", help="a requirements file"
     )
     verb.add_argument("--python", help="path, name or version of an interpreter (default: this one)")
-    verb.set_defaults(act=_build)
+    verb.set_defaults(act=_build, usage_error=verb.error)
     verb = verbs.add_parser("remove", help="remove some")
     verb.add_argument("names", nargs="*", metavar="NAME", help="name or key, or how one begins")
-    verb.add_argument("--unused", type=float, metavar="DAYS", help="all that were not used for so many days")
-    verb.set_defaults(act=_remove)
+    verb.add_argument(
+        "--unused", type=not_negative, metavar="DAYS", help="all that were not used for so many days"
+    )
+    verb.set_defaults(act=_remove, usage_error=verb.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,18 +87,22 @@ def _ago(seconds: float) -> str:
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    if not (arguments.requirements or arguments.requirement):
+        raise Miswritten("give requirements, or a file of them with -r")
+    try:
+        normalized(arguments.requirements)
+    except BadRequirement as error:
+        raise Miswritten(str(error)) from None
     lines = [*arguments.requirements]
     for file in arguments.requirement:
         lines += environments.read_requirements(file)
-    if not lines:
-        raise UsageError("give requirements, or a file of them with -r")
     print(environments.build(lines, arguments.python).python)
     return 0
 
 
 def _remove(arguments: argparse.Namespace) -> int:
     if bool(arguments.names) == (arguments.unused is not None):
-        raise UsageError("give names, or --unused DAYS (`gradwire env list` shows what there is)")
+        raise Miswritten("give names, or --unused DAYS (`gradwire env list` shows what there is)")
     chosen = [environments.named(name) for name in arguments.names]
     if arguments.unused is not None:
         chosen = environments.unused_since(time.time() - arguments.unused * DAY_S)

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradwire.broker_link import BrokerLink
 from gradwire.commands.brokers import add_option, chosen_card, linked
+from gradwire.commands.miswritten import Miswritten, positive
 from gradwire_wire.errors import DeadlineError, UsageError
 
 __all__ = ["add_parser", "run"]
@@ -22,15 +23,16 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="workers to end")
     parser.add_argument("--all", action="store_true", help="end all workers and the broker")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds each may take (5)")
+    parser.add_argument(
+        "--timeout", type=positive, default=5.0, metavar="S", help="seconds each may take (5)"
+    )
     add_option(parser)
-    parser.set_defaults(usage_error=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """End them; a name that is not there is an error before anything is ended."""
     if bool(arguments.names) == arguments.all:
-        arguments.usage_error("name the workers to end, or --all for the broker with all of them")
+        raise Miswritten("name the workers to end, or --all for the broker with all of them")
     card = chosen_card(arguments)
     with linked(card) as link:
         if arguments.all:

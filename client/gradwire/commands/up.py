@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.broker_link import BrokerLink
+from gradwire.commands.miswritten import Miswritten
 from gradwire.configuration import Configuration, WorkerEntry, read
 from gradwire.fleet import spec_of, start_together
 from gradwire.private_broker import Sharing
@@ -46,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start all, or nothing."""
+    _check_written(arguments)
     configuration = read(arguments.file)
     _check(configuration, arguments)
     sharing = Sharing(
@@ -73,18 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_written(arguments: argparse.Namespace) -> None:
+    if bool(arguments.listen) != bool(arguments.keys):
+        raise Miswritten(
+            "--listen and --keys go together: tcp is never in the clear. Make keys with: gradwire keys create DIR"
+        )
+    if arguments.listen and not re.fullmatch(r"tcp://[^:/]+:\d+|tcp://\[[^\]/]+\]:\d+", arguments.listen):
+        raise Miswritten(f"--listen {arguments.listen}: write it as tcp://HOST:PORT")
+
+
 def _check(configuration: Configuration, arguments: argparse.Namespace) -> None:
     if configuration.address is not None:
         raise UsageError(
             f"{arguments.file} names a broker elsewhere ({configuration.address}): it has no workers to start"
         )
-    if bool(arguments.listen) != bool(arguments.keys):
-        raise UsageError(
-            "--listen and --keys go together: tcp is never in the clear. Make keys with: gradwire keys create DIR"
-        )
-    if arguments.listen:
-        if not re.fullmatch(r"tcp://[^:/]+:\d+|tcp://\[[^\]/]+\]:\d+", arguments.listen):
-            raise UsageError(f"--listen {arguments.listen}: write it as tcp://HOST:PORT")
+    if arguments.keys:
         server_key(Path(arguments.keys))
     for card in find_cards(os.environ):
         if card.name == configuration.name:

@@ -44,7 +44,9 @@ KILLS += [(victims, "idle") for victims in ("worker+program", "program+broker+wo
 
 
 @pytest.mark.parametrize(("victims", "load"), KILLS)
-def test_r51_nothing_is_left_after_a_kill(program: Callable[..., Any], victims: str, load: str) -> None:
+def test_r51_nothing_is_left_after_a_kill(
+    program: Callable[..., Any], sweep_for_the_killed: Callable[[], None], victims: str, load: str
+) -> None:
     one = program(PROGRAM.format(load=LOADS[load], before=""))
     broker, worker = map(int, one.line().split())
     pids = {"program": one.process.pid, "broker": broker, "worker": worker}
@@ -52,20 +54,28 @@ def test_r51_nothing_is_left_after_a_kill(program: Callable[..., Any], victims: 
     # With program and broker gone, nobody is there to end what the worker had started.
     alone = "broker" in victims and "child" in load
     assert not one.wait_gone(5.0, only=pids.values() if alone else None)
+    if "broker" in victims:
+        sweep_for_the_killed()
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_r51_a_killed_broker_leaves_the_program_alone(program: Callable[..., Any], load: str) -> None:
+def test_r51_a_killed_broker_leaves_the_program_alone(
+    program: Callable[..., Any], until: Any, load: str
+) -> None:
     one = program(PROGRAM.format(load=LOADS[load], before=""))
     broker, _ = map(int, one.line().split())
+    opened = [os.readlink(fd) for fd in Path(f"/proc/{broker}/fd").iterdir()]
+    root = os.environ["XDG_RUNTIME_DIR"]
+    (folder,) = [path for path in opened if path.startswith(root) and os.path.isdir(path)]
     os.kill(broker, signal.SIGKILL)
     assert not one.wait_gone(5.0, but=(one.process.pid,))
+    until(lambda: not os.path.exists(folder))  # which is the program's doing
     assert one.process.poll() is None
 
 
 @pytest.mark.parametrize("victims", ["program", "broker+program", "worker+program"])
 def test_r51_a_forked_child_of_the_program_keeps_nothing_alive(
-    program: Callable[..., Any], victims: str
+    program: Callable[..., Any], sweep_for_the_killed: Callable[[], None], victims: str
 ) -> None:
     one = program(PROGRAM.format(load={}, before=FORK))
     broker, worker = map(int, one.line().split())
@@ -73,11 +83,13 @@ def test_r51_a_forked_child_of_the_program_keeps_nothing_alive(
     (child,) = set(one.left()) - {broker, worker, one.process.pid}
     assert not one.wait_gone(5.0, but=(child,))
     assert list(one.left()) == [child]
+    if "broker" in victims:
+        sweep_for_the_killed()
 
 
 @pytest.mark.parametrize("victims", ["program", "broker", "program+broker"])
 def test_r56_killed_while_a_worker_imports_its_framework(
-    program: Callable[..., Any], victims: str, until: Any
+    program: Callable[..., Any], sweep_for_the_killed: Callable[[], None], victims: str, until: Any
 ) -> None:
     one = program("""
         link = standin.link()
@@ -94,6 +106,8 @@ def test_r56_killed_while_a_worker_imports_its_framework(
     )
     kill(victims, {"program": one.process.pid, "broker": broker})
     assert not one.wait_gone(5.0)
+    if victims == "program+broker":
+        sweep_for_the_killed()
 
 
 def test_killed_while_the_broker_starts(program: Callable[..., Any], until: Any) -> None:

@@ -1,0 +1,30 @@
+"""A command that is written wrongly: `gradwire.commands.main` shows how it is written, and exits with 2."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+__all__ = ["Miswritten", "not_negative", "positive"]
+
+
+class Miswritten(Exception):
+    """What is wrong with the command as it stands, whatever there is on this machine."""
+
+
+def positive(text: str) -> float:
+    """For argparse: a number above 0."""
+    if not_negative(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return float(text)
+
+
+def not_negative(text: str) -> float:
+    """For argparse: a number from 0 up."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return number
