@@ -11,7 +11,7 @@ import contextlib
 import queue
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gradwire.broker_channel import CLOSE_S, BrokerChannel
@@ -185,6 +185,11 @@ class BrokerLink:
             raise UsageError(
                 "over tcp workers are used, and neither started nor ended: do that where the broker runs"
             )
+
+    def tell_of_death(self, incarnation: bytes, act: Callable[[], None]) -> None:
+        """Have a method called once that worker's end is known, in the link's thread, unless its object is gone by then."""
+        news = self._news
+        self._channel.thread.call_soon(lambda: news.tell_of_death(incarnation, act))
 
     def death_of(self, incarnation: bytes, wait_s: float = 0.0) -> Death | None:
         """How that worker ended, waiting at most so long for the broker's report. None: not known to have ended."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradwire.worker_records import Death
@@ -43,6 +44,7 @@ class BrokerNews:
         self._requests: dict[int, Request] = {}
         self._living: dict[bytes, control.Started | control.Present] = {}
         self._deaths: dict[bytes, Death] = {}
+        self._to_tell: dict[bytes, weakref.WeakMethod[Callable[[], None]]] = {}
         self._last_words = ""
         self.broker_alive = True
 
@@ -100,11 +102,32 @@ class BrokerNews:
             if present.incarnation not in self._deaths:
                 self._living[present.incarnation] = present
 
+    def tell_of_death(self, incarnation: bytes, act: Callable[[], None]) -> None:
+        """Have this method of somebody's called when that worker's end is known, as long as there is the somebody.
+
+        In the link's thread: here, where it is known already, or by what learns of it.
+        """
+        with self._changed:
+            self._to_tell[incarnation] = weakref.WeakMethod(act)
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            known = self._deaths if self.broker_alive else self._to_tell
+            due = [
+                self._to_tell.pop(incarnation) for incarnation in list(self._to_tell) if incarnation in known
+            ]
+        for act in (found() for found in due):
+            if act is not None:
+                act()
+
     def learn(self, message: Any) -> None:
         """Take in what the broker said (anything but output)."""
         with self._changed:
             self._take(message)
             self._changed.notify_all()
+        if isinstance(message, control.Died):
+            self._tell()
 
     def _take(self, message: Any) -> None:
         if isinstance(message, control.Attached):
@@ -146,6 +169,7 @@ class BrokerNews:
                 self._record(incarnation, Death(None, "SIGKILL", words, ""))
             self._living.clear()
             self._changed.notify_all()
+        self._tell()
         return orphaned
 
     def note_link_ended(self) -> None:

@@ -101,6 +101,7 @@ class Connection:
         self._lines = Lines(self.facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes, pages)
         self._tether_fd = self._tether.fileno()
         self._link.watch(self._tether_fd, self._on_tether)
+        self._link.tell_of_death(self.facts.incarnation, self._on_death)
 
     def _shake_hands(self, timeout_s: float) -> tuple[Exchange, Ledger, messages.Welcome]:
         ours = Ledger(self._memory.folder)
@@ -300,11 +301,11 @@ class Connection:
         try:
             deadline = None if timeout_s is None else start + timeout_s
             reply, frames = self._wait(line, call_id, deadline, plan, seen)
-        except (KeyboardInterrupt, DeadlineError):
-            self._abandon(line, call_id, seen, plan)
-            raise
-        except BaseException:
-            self._lines.drop(line)
+        except BaseException as error:
+            if isinstance(error, GradwireError) and not isinstance(error, DeadlineError):
+                self._lines.drop(line)
+            else:  # Ctrl-C, or whatever a handler of signals raises
+                self._abandon(line, call_id, seen, plan)
             raise
         self.calls += 1
         self.waited_s += time.perf_counter() - start
@@ -586,6 +587,13 @@ class Connection:
             self._broken = str(error) if isinstance(error, ProtocolError) else None
             self._link.unwatch(self._tether_fd)
             self._gone.set()
+
+    def _on_death(self) -> None:
+        """In the link's thread: the broker says that the worker has ended; a child that it had forked may hold the tether."""
+        with contextlib.suppress(TetherClosedError, GradwireError, OSError):
+            self.exchange.receive_segments()  # which its last answers may name
+        self._link.unwatch(self._tether_fd)
+        self._gone.set()
 
     def replace(self) -> None:
         """Before `close`: another incarnation takes over, and whoever waits here is told that rather than of an end."""

@@ -277,6 +277,42 @@ def test_r55_out_of_memory_is_an_error_or_a_death_that_says_so(bridge: gw.Bridge
     one.close()
 
 
+def test_r55_a_death_is_seen_though_a_forked_child_holds_the_tether(
+    bridge: gw.Bridge, tmp_path: pathlib.Path
+) -> None:
+    one = bridge.worker("numpy", path=[TARGETS], threads=1)
+    big, note = np.arange(50_000.0), tmp_path / "note"
+    same = one.function("fragile:same")
+    kept = same(big)
+    one.function("fragile:fork_apart")(X, str(note))
+    leave = one.function("fragile:leave")
+    waiting = [leave.submit(X, 7), same.submit(X)]
+    try:
+        start = time.monotonic()
+        with pytest.raises(gw.WorkerDiedError, match="exit code 7"):
+            leave(X, 7)
+        for call in waiting:
+            with pytest.raises(gw.WorkerDiedError, match="exit code 7"):
+                call.result(2)
+        assert time.monotonic() - start < 2 and not one.alive
+        one.restart()
+        assert (same(big) == big).all() and (kept == big).all()
+        one.close()
+    finally:
+        os.kill(int(note.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["SIG_IGN", "SIG_DFL"])
+def test_r69_user_code_that_takes_the_signal_away_does_not_keep_it(
+    remote: Callable[[str], gw.Remote], how: str
+) -> None:
+    remote("ignore_interrupts")(X, how)
+    with pytest.raises(gw.DeadlineError):
+        remote("nap").options(timeout=0.2)(X, 30.0)
+    start = time.monotonic()
+    assert (remote("double")(X) == 2 * X).all() and time.monotonic() - start < 2
+
+
 # ---- Ctrl-C (R62) ------------------------------------------------------------------------------------------------------
 
 HEAD = f"""
@@ -397,6 +433,26 @@ print(answered > 100, worker.stats()["lent"])
         output, errors = one.communicate(timeout=90)
     assert output.split()[0] == "True", output + errors
     assert int(output.split()[1]) <= 3, output
+
+
+def test_r62_an_alarm_of_the_users_ends_a_call_as_ctrl_c_does() -> None:
+    """Its handler raises what it likes: the program sees that, and the worker's call ends as well."""
+    code = """
+class Mine(Exception): pass
+for raised in (TimeoutError, ConnectionError, Mine):
+    def ring(*_): raise raised("alarm")
+    signal.signal(signal.SIGALRM, ring)
+    for call in (lambda: nap(x, 60.0), lambda: nap.options(timeout=30)(x, 60.0)):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try: call()
+        except raised as error: assert str(error) == "alarm", error
+        start = time.monotonic()
+        assert (double(x) == 2 * x).all() and time.monotonic() - start < 2
+print("fine")
+"""
+    with running(code) as one:
+        output, errors = one.communicate(timeout=60)
+    assert output == "fine\n", output + errors
 
 
 def test_r62_a_second_one_at_exit_leaves_nothing() -> None:

@@ -56,6 +56,31 @@ class NotText(Exception):
     __str__ = lambda self: 7  # type: ignore[assignment]  # noqa: E731
 
 
+class Leaves(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("in the middle of an error's message")
+
+
+class _Nameless(type):
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__qualname__":
+            raise RuntimeError("no name")
+        return super().__getattribute__(name)
+
+
+class Nameless(Exception, metaclass=_Nameless):
+    pass
+
+
+class Passed(errors.RemoteError):
+    """What user code may make of a class of ours: nothing in it is text."""
+
+    type_name = message = traceback = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
 class Renamed(Exception):
     pass
 
@@ -115,6 +140,9 @@ def test_a_key_errors_message_is_the_key() -> None:
     [
         Mute(),
         NotText(),
+        Leaves(),
+        Nameless("x"),
+        Passed("x"),
         Renamed("x"),
         ValueError("\ud800 half"),
         ValueError(b"bytes", object()),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire_wire.errors import UnknownTargetError, UsageError
+from gradwire_workers import targets
 from gradwire_workers.targets import find_target, is_factory
 
 Write = Callable[..., Path]
@@ -50,11 +51,26 @@ def test_a_file_by_any_path(write: Write, tmp_path: Path, monkeypatch: pytest.Mo
     found = find_target(f"{path}:value")
     assert found == [1]
     assert find_target("sub/gwt_model.py:value") is found, "below a folder of the worker"
-    monkeypatch.chdir(tmp_path / "sub")
+    monkeypatch.setattr(targets, "_START", str(tmp_path / "sub"))
     assert find_target("gwt_model.py:value") is found, "below the working directory"
     assert find_target("../sub/./gwt_model.py:value") is found
     os.symlink(path, tmp_path / "gwt_link.py")
     assert find_target(f"{tmp_path}/gwt_link.py:value") is found, "one file is one module"
+
+
+def test_relative_names_are_those_of_the_start(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """User code that changes the working directory, or removes it, changes nothing about what a name means."""
+    write("gwt_here.py", "value = 'here'\n")
+    write("elsewhere/gwt_here.py", "value = 'elsewhere'\n")
+    monkeypatch.setattr(targets, "_START", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_target("gwt_here.py:value") == "here"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert find_target("elsewhere/gwt_here.py:value") == "elsewhere"
 
 
 def test_two_files_of_one_name(write: Write) -> None:

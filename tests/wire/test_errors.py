@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import pickle
 import traceback
 
 import pytest
@@ -70,6 +71,21 @@ def test_a_remote_builtin_is_that_builtin_too(name: str) -> None:
     for text in (str(error), "".join(traceback.format_exception(type(error), error, None))):
         assert "bad 42" in text and "file.py line 3" in text and "torch" in text
     assert "bad 42" in repr(error) and error.args == ("bad 42",)
+
+
+@pytest.mark.parametrize("name", [*BUILTIN, "my.module.CustomError"])
+def test_it_can_be_pickled_as_pools_of_processes_do(name: str) -> None:
+    error = remote_error(name, "bad 42", "Traceback: file.py line 3", "torch")
+    error.extra = 5  # type: ignore[attr-defined]
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is type(error) and str(again) == str(error) and again.extra == 5
+        assert again.args == ("bad 42",) and again.traceback == error.traceback
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_so_can_the_others(cls: type[GradwireError]) -> None:
+    again = pickle.loads(pickle.dumps(cls("what happened")))
+    assert type(again) is cls and again.args == ("what happened",)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from gradwire_wire.lane import MAX_PACKET, Lane, TooLong, lane_pair, received_lane
 from gradwire_wire.sockets import Again, Unreachable
+from gradwire_wire.tether import Tether
 
 
 @pytest.fixture
@@ -49,6 +50,29 @@ def test_waiting_has_an_end(ends: tuple[Lane, Lane]) -> None:
     with pytest.raises(Again):
         ends[0].receive()
     assert 0.02 < time.monotonic() - start < 5
+
+
+class Alarm(ConnectionError, TimeoutError):
+    """What many write an alarm's handler with is an OSError, like those of a broken socket."""
+
+
+@pytest.mark.parametrize("raised", [Alarm, BlockingIOError, ConnectionResetError])
+def test_what_a_handler_of_signals_raises_comes_out_as_it_is(raised: type[OSError]) -> None:
+    def ring(*_: object) -> None:
+        raise raised(11, "by the handler")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    ours, theirs = lane_pair(20_000)
+    tether, other = (Tether(s) for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    try:
+        for wait in (ours.receive, lambda: tether.receive(20.0)):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(raised, match="by the handler"):
+                wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        for end in (ours, theirs, tether, other):
+            end.close()
 
 
 def test_waiting_is_interrupted_by_signals(ends: tuple[Lane, Lane]) -> None:

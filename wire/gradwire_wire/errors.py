@@ -168,6 +168,12 @@ class RemoteError(GradwireError):
         return f"{text}\n\n{self.traceback}" if self.traceback else text
 
 
+def _by_name(error: RemoteError) -> tuple[object, ...]:
+    """How it is pickled: its class is in no module, and is made again from the type's name."""
+    parts = error.type_name, error.message, error.traceback, error.worker
+    return remote_error, parts, error.__dict__
+
+
 @lru_cache(maxsize=None)
 def _also_builtin(type_name: str) -> type[RemoteError]:
     base = getattr(builtins, type_name, None)
@@ -178,7 +184,7 @@ def _also_builtin(type_name: str) -> type[RemoteError]:
     return type(
         f"Remote{type_name}",
         (RemoteError, base),
-        {"__init__": Exception.__init__, "__str__": RemoteError.__str__},
+        {"__init__": Exception.__init__, "__str__": RemoteError.__str__, "__reduce__": _by_name},
     )
 
 

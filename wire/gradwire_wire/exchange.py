@@ -30,7 +30,13 @@ from gradwire_wire import messages
 from gradwire_wire.arena import Arena, Slot
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME
-from gradwire_wire.errors import ClosedError, MemoryExhaustedError, ProtocolError, UnsupportedTensorError
+from gradwire_wire.errors import (
+    ClosedError,
+    GradwireError,
+    MemoryExhaustedError,
+    ProtocolError,
+    UnsupportedTensorError,
+)
 from gradwire_wire.headers import (
     IS_COPIED,
     Header,
@@ -52,7 +58,7 @@ from gradwire_wire.segments import (
 )
 from gradwire_wire.tether import Tether, TetherClosedError
 
-__all__ = ["Exchange", "Memory", "NotShared", "SlotHolder", "close_all"]
+__all__ = ["Exchange", "Memory", "NotShared", "SlotHolder", "close_all", "is_not_of_header"]
 
 INLINE_BYTES = 4096
 """Tensors up to a page travel inside the message: copying them twice is cheaper than a lease."""
@@ -368,7 +374,7 @@ class Exchange:
                 carriers.append(None if raw is None else self.borrow(raw, frames))
         except BaseException as error:
             self.decline(headers[len(carriers) + 1 :])
-            if isinstance(error, (KeyboardInterrupt, MemoryExhaustedError)) and len(carriers) < len(headers):
+            if is_not_of_header(error) and len(carriers) < len(headers):
                 self._decline_unleased(headers[len(carriers)])
             raise
         return carriers
@@ -550,6 +556,11 @@ class Exchange:
             close_all(descriptors)
         for ledger in (self._marks, self._ours):  # whoever still knows this exchange holds no memory by it
             ledger.detach()
+
+
+def is_not_of_header(error: BaseException) -> bool:
+    """Whether a borrow failed though the header is right: for want of memory, or by a handler of signals."""
+    return isinstance(error, MemoryExhaustedError) or not isinstance(error, GradwireError)
 
 
 def _steps(h: Header) -> tuple[int, ...] | None:

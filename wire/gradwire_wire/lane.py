@@ -27,6 +27,7 @@ from typing import Any, Sequence
 
 from gradwire_wire.batches import SHORT_BATCH, frames_in
 from gradwire_wire.errors import ProtocolError
+from gradwire_wire.interruption import came_from_handler
 from gradwire_wire.sockets import LONG, Again, Unreachable
 
 __all__ = ["MAX_PACKET", "NOWAIT", "Lane", "TooLong", "WorkerLane", "lane_pair", "received_lane", "socket_of"]
@@ -134,9 +135,11 @@ class Lane:
         """Bytes of the next packet."""
         try:
             count = self._socket.recv_into(buffer, 0, flags)
-        except BlockingIOError:
-            raise Again from None
         except OSError as error:
+            if came_from_handler(error):
+                raise
+            if isinstance(error, BlockingIOError):
+                raise Again from None
             raise Unreachable(str(error)) from error
         if not count or count > MAX_PACKET:
             raise Unreachable("the peer has gone" if not count else "the peer sent too long a packet")

@@ -25,8 +25,7 @@ import numpy as np
 
 from gradwire_wire.carriers import Aval, Carrier, Columns, arrays_of
 from gradwire_wire.dtypes import BY_NAME, DType, checked_dtype
-from gradwire_wire.errors import MemoryExhaustedError
-from gradwire_wire.exchange import Exchange
+from gradwire_wire.exchange import Exchange, is_not_of_header
 
 __all__ = [
     "ANSWER",
@@ -270,7 +269,7 @@ class Frame:
                 carriers[i] = self._exchange.borrow_shared(place.aval, *entries[at])
             except BaseException as error:
                 self._exchange.decline_loans([loan for _, _, loan, _ in entries[at + 1 :]])
-                if isinstance(error, (KeyboardInterrupt, MemoryExhaustedError)):
+                if is_not_of_header(error):
                     self._exchange.decline_unleased(entries[at][0], entries[at][2])
                 raise
 

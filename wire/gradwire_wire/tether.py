@@ -18,6 +18,7 @@ from typing import Any, Sequence
 
 from gradwire_wire import messages
 from gradwire_wire.errors import ConnectError, DeadlineError, MemoryExhaustedError, ProtocolError
+from gradwire_wire.interruption import came_from_handler
 
 __all__ = ["Tether", "TetherClosedError", "accept_tether", "connect_tether", "listen_tether"]
 
@@ -55,11 +56,13 @@ class Tether:
         """Send one packet; waits while the peer's queue is full. DeadlineError, TetherClosedError."""
         try:
             self._send(message, descriptors, timeout_s)
-        except (BlockingIOError, socket.timeout) as error:
-            raise DeadlineError(
-                f"the peer has not read its tether for {timeout_s} s; is it stopped?"
-            ) from error
         except OSError as error:
+            if came_from_handler(error, 1):
+                raise
+            if isinstance(error, (BlockingIOError, socket.timeout)):
+                raise DeadlineError(
+                    f"the peer has not read its tether for {timeout_s} s; is it stopped?"
+                ) from error
             raise TetherClosedError(str(error)) from error
 
     def send_nowait(self, message: Any, descriptors: Sequence[int] = ()) -> bool:
@@ -89,9 +92,11 @@ class Tether:
         try:
             self._socket.settimeout(timeout_s)
             packet, rights, flags, _ = self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except (BlockingIOError, socket.timeout):
-            return None
         except OSError as error:
+            if came_from_handler(error):
+                raise
+            if isinstance(error, (BlockingIOError, socket.timeout)):
+                return None
             raise TetherClosedError(str(error)) from error
         descriptors = _descriptors_in(rights)
         try:
@@ -169,14 +174,16 @@ def connect_tether(path: str, timeout_s: float) -> Tether:
             try:
                 sock.connect(path)
                 return Tether(sock)
-            except BlockingIOError:  # its backlog is full
-                if time.monotonic() > deadline:
+            except OSError as error:
+                if came_from_handler(error):
+                    raise
+                if not isinstance(error, BlockingIOError):
+                    raise ConnectError(f"no worker listens at {path}: {error}") from error
+                if time.monotonic() > deadline:  # its backlog is full
                     raise DeadlineError(
                         f"the worker has not accepted a connection for {timeout_s} s"
                     ) from None
-                time.sleep(0.01)
-            except OSError as error:
-                raise ConnectError(f"no worker listens at {path}: {error}") from error
+            time.sleep(0.01)
     except BaseException:
         sock.close()
         raise

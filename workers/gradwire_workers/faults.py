@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from types import TracebackType
+from typing import Any, Callable
 
 import gradwire_wire
 import gradwire_workers
@@ -20,15 +21,20 @@ _OWN = tuple(
 
 
 def failed(call_id: int, error: BaseException) -> Failed:
-    """gradwire's own errors keep their class; everything else is the user's and becomes RemoteError."""
+    """gradwire's own errors keep their class; everything else is the user's and becomes RemoteError.
+
+    Raises nothing, whatever the error's class, ``__str__`` or attributes do: the worker lives on after it.
+    """
     if isinstance(error, RemoteError):  # of a worker that this one called: passed on as what it is
-        return Failed(
-            call_id, "RemoteError", error.type_name, _shorten(error.message), _shorten(_formatted(error))
+        name, message = (
+            _shown(lambda: error.type_name, "its type"),
+            _shown(lambda: error.message, "its message"),
         )
+        return Failed(call_id, "RemoteError", name, message, _formatted(error))
     if isinstance(error, GradwireError):
         hint = "recompute" if getattr(error, "recompute", False) else ""
         return Failed(call_id, _own_class(error), hint, _text_of(error), "")
-    return Failed(call_id, "RemoteError", _name_of(type(error)), _text_of(error), _shorten(_formatted(error)))
+    return Failed(call_id, "RemoteError", _name_of(type(error)), _text_of(error), _formatted(error))
 
 
 def _own_class(error: GradwireError) -> str:
@@ -37,24 +43,37 @@ def _own_class(error: GradwireError) -> str:
 
 
 def _name_of(kind: type[BaseException]) -> str:
+    return _shown(lambda: _full_name(kind), "its type")
+
+
+def _full_name(kind: type[BaseException]) -> str:
     name = str(kind.__qualname__)
-    return _shorten(name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}")
+    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
 def _text_of(error: BaseException) -> str:
-    try:
-        text = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
-        return _shorten(text if isinstance(text, str) else repr(text))
-    except Exception as failure:  # a user's __str__ may do anything
-        return f"<its message cannot be shown: {type(failure).__name__}>"
+    return _shown(lambda: error.args[0] if _is_key(error) else str(error), "its message")
+
+
+def _is_key(error: BaseException) -> bool:
+    return isinstance(error, KeyError) and len(error.args) == 1
 
 
 def _formatted(error: BaseException) -> str:
+    return _shown(lambda: _traceback_of(error), "its traceback")
+
+
+def _traceback_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
+
+
+def _shown(make: Callable[[], Any], what: str) -> str:
+    """What that makes, as text; where it fails, which a user's ``__str__`` may do in any way, that this cannot be shown."""
     try:
-        tb = _users_part(error.__traceback__)
-        return "".join(traceback.format_exception(type(error), error, tb))
-    except Exception as failure:
-        return f"<its traceback cannot be shown: {type(failure).__name__}>"
+        text = make()
+        return _shorten(text if isinstance(text, str) else repr(text))
+    except BaseException as failure:
+        return f"<{what} cannot be shown: {type.__repr__(type(failure))}>"
 
 
 def _users_part(tb: TracebackType | None) -> TracebackType | None:

@@ -19,6 +19,17 @@ from gradwire_workers.permissions import Permissions
 __all__ = ["find_target", "is_factory"]
 
 
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.sep
+
+
+_START = _working_directory()
+"""Where the worker was started: relative paths mean the same whatever user code does to the working directory."""
+
+
 def find_target(target: str, permissions: Permissions | None = None) -> Any:
     """Import the module or file and fetch the attribute (dots allowed), if the permissions allow it (None: anything).
 
@@ -69,9 +80,7 @@ def _folders() -> list[str]:
 
 
 def _from_file(place: str) -> ModuleType:
-    candidates = (
-        [place] if os.path.isabs(place) else [os.path.join(f, place) for f in [os.getcwd(), *_folders()]]
-    )
+    candidates = [place] if os.path.isabs(place) else [os.path.join(f, place) for f in [_START, *_folders()]]
     path = next((os.path.realpath(c) for c in candidates if os.path.isfile(c)), None)
     if path is None:
         raise UnknownTargetError(f"no file {place!r}; looked at {list(dict.fromkeys(candidates))}")

@@ -43,6 +43,22 @@ def leave(x: Any, code: int) -> Any:
     os._exit(code)
 
 
+def fork_apart(x: Any, note: str) -> Any:
+    """A child of its own session, which has all that the worker had open, and goes on without it."""
+    child = os.fork()
+    if not child:
+        os.setsid()
+        time.sleep(60)
+        os._exit(0)
+    Path(note).write_text(str(child))
+    return x
+
+
+def ignore_interrupts(x: Any, how: str) -> Any:
+    signal.signal(signal.SIGINT, getattr(signal, how))
+    return x
+
+
 def on_main_thread(x: Any) -> Any:
     return x * (threading.current_thread() is threading.main_thread())
 
@@ -138,6 +154,8 @@ class _NoLink:
     def watch(self, fd: int, act: Any) -> None: ...
 
     def unwatch(self, fd: int) -> None: ...
+
+    def tell_of_death(self, incarnation: bytes, act: Any) -> None: ...
 
     def interrupt(self, incarnation: bytes) -> None: ...
 
