@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from gradwire.connection import Connection
-from gradwire.families import is_leaf
+from gradwire.families import family_of, is_leaf, tensors_named
 from gradwire.handle import Handle
 from gradwire.remote import Remote
 from gradwire.site import Site
 from gradwire.stakes import Stake, Stakes
 from gradwire_wire import messages
+from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import UsageError
+from gradwire_wire.exchange import INLINE_BYTES
 from gradwire_wire.structures import fill, flatten
 
 __all__ = ["Functional", "FunctionalHandle"]
@@ -119,6 +123,17 @@ class Functional:
     def frozen(self) -> list[str]:
         """The parameters that `Remote.requires_grad_` has frozen, or the module itself."""
         return list(self.remote._change("frozen"))
+
+    def resident(self, x: Any, family: str) -> Any:
+        """A copy of a tensor in the bridge's shared memory, as a tensor of ``family``: while it is there calls need not copy it.
+
+        What is small travels in the message anyway, and is an ordinary copy. DtypeError where the family would narrow it.
+        """
+        array, dtype, _ = tensors_named(family_of(x)).export(x)
+        is_small = array.nbytes <= INLINE_BYTES
+        copy = np.empty(array.shape, array.dtype) if is_small else self.handle.empty(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return tensors_named(family).adopt(Carrier(copy, dtype))
 
     def site(self, structure: bytes) -> Site:
         """Everything fixed about a call whose argument tree is ``[[parameters, *args], kwargs]``.

@@ -56,6 +56,10 @@ class Layer(keras.layers.Layer):
     `Remote.train` has set. Inputs go as they are; with ``dtype`` given they are cast, as by other layers.
     A model with this layer cannot be compiled by XLA under TensorFlow (Keras sees that); under JAX it can.
 
+    Weights lie in the bridge's shared memory, where a call need not copy them: as the layer makes them, and after
+    ``set_weights`` of this layer or of a file; with the torch backend for good. An optimizer of TensorFlow or JAX puts new
+    memory in their place, which is copied at each call; ``layer.set_weights(layer.get_weights())`` puts it back.
+
     Raises UsageError for a remote that is no module, DtypeError for parameters that this backend would narrow.
     """
 
@@ -101,7 +105,7 @@ class Layer(keras.layers.Layer):
         dtype = value.dtype.name
 
         def initial(shape: Any, dtype: Any = None) -> Any:
-            return keras.ops.convert_to_tensor(value, dtype=dtype)
+            return self._resident(value)
 
         variable = self.add_weight(
             name=name,
@@ -118,6 +122,19 @@ class Layer(keras.layers.Layer):
                 f"narrow to {kept} here. Allow it (jax.config.update('jax_enable_x64', True)), or load the module in {kept}"
             )
         return variable
+
+    def _resident(self, value: Any) -> Any:
+        """As a tensor in the bridge's shared memory, which a variable of TensorFlow or JAX takes over as its own."""
+        functional = self._by_mode.value[False, True]
+        try:
+            return functional.resident(value, keras.backend.backend())
+        except DtypeError:  # this backend would narrow it: `_weight` says what to do
+            return keras.ops.convert_to_tensor(value)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """As of every layer. The values come to lie where a call need not copy them (see `Layer`)."""
+        resident = [self._resident(x) if isinstance(x, np.ndarray) else x for x in weights]
+        super().set_weights(resident)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_weights:
@@ -207,7 +224,7 @@ class Layer(keras.layers.Layer):
             state = {name: found[key].astype(value.dtype) for key, (name, value) in buffers.items()}
             self.remote.load_state_dict(state, strict=False)
         for name, variable in variables.items():
-            variable.assign(found[name])
+            variable.assign(self._resident(found[name]))
 
     def _all_own(self) -> Iterable[Any]:
         own, moving = self._own.value

@@ -26,6 +26,27 @@ def make_model(net: gw.Remote, **options: Any) -> tuple[Any, Any]:
     return model, layer
 
 
+def copying(worker: gw.Worker) -> tuple[dict[str, int], dict[str, bool]]:
+    """Bytes copied by a call of a layer with 1 MiB of weights, and whether it saw these, after three kinds of change."""
+    layer = gw.keras.Layer(worker.module("in_torch:make_block", [512, 512]))
+    kernel, bias = layer.weights
+    x, copied, right = np.ones((2, 512), "float32"), {}, {}
+    changes = {
+        "made": lambda: None,
+        "assigned": lambda: kernel.assign(kernel * 2 + 1),
+        "set": lambda: layer.set_weights([w / 8 for w in layer.get_weights()]),
+    }
+    for name, change in changes.items():
+        change()
+        layer(x)
+        before = worker.stats()["copied_bytes"]
+        y = keras.ops.convert_to_numpy(layer(x))
+        copied[name] = worker.stats()["copied_bytes"] - before
+        values = [keras.ops.convert_to_numpy(v) for v in (kernel, bias)]
+        right[name] = bool(np.allclose(y, np.tanh(x @ values[0].T + values[1]), 1e-4, 1e-4))
+    return copied, right
+
+
 def main(python: str, targets: str, weights: str) -> dict[str, Any]:
     with gw.connect() as bridge:
         worker = bridge.worker("torch", python=python, path=[targets], threads=1)
@@ -41,7 +62,10 @@ def main(python: str, targets: str, weights: str) -> dict[str, Any]:
         other.load_weights(weights)
         first = layer.trainable_weights[0]
         first.assign(first * 0)
+        copied, right = copying(worker)
         return {
+            "copied": copied,
+            "right": right,
             "jit": model.jit_compile,
             "history": history,
             "loss": float(loss),

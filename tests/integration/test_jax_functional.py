@@ -162,3 +162,30 @@ def test_a_forward_of_before_a_change_is_not_computed_again_after_it(net: gw.Rem
     with pytest.raises(gw.ResidualLostError, match="changed"):
         pullback(jnp.ones_like(y))
     jax.block_until_ready(jax.jit(jax.grad(lambda x: f(x).sum()))(x))  # and from then on all is as before
+
+
+def test_unchanged_parameters_are_not_copied_by_eager_calls(worker_of: Workers, block: Any) -> None:
+    """They lie in shared memory as they are given; what takes their place does not, and is copied."""
+    import in_torch
+    import torch
+
+    worker = worker_of("torch")
+    apply, params = gw.jax.functional(worker.module("in_torch:make_block", [512, 512]).eval())
+    local = in_torch.make_block([512, 512])
+    x = jnp.ones((2, 512))
+    for other, copied in ((params, 0), (jax.tree.map(lambda p: p * 2, params), 512 * 512 * 4)):
+        local.load_state_dict({name: torch.tensor(np.asarray(p)) for name, p in other.items()})
+        apply(other, x)
+        before = worker.stats()["copied_bytes"]
+        y = apply(other, x)
+        assert worker.stats()["copied_bytes"] - before == copied
+        np.testing.assert_allclose(y, local(torch.ones(2, 512)).detach(), 1e-5, 1e-5)
+    donated = jax.jit(lambda params: jax.tree.map(lambda p: p + 1, params), donate_argnums=0)(dict(params))
+    local.load_state_dict({name: torch.tensor(np.asarray(p)) for name, p in donated.items()})
+    np.testing.assert_allclose(apply(donated, x), local(torch.ones(2, 512)).detach(), 1e-5, 1e-5)
+    value, bars = jax.value_and_grad(lambda p: (apply(p, x) ** 2).sum())(donated)
+    loss = (local(torch.ones(2, 512)) ** 2).sum()
+    loss.backward()
+    np.testing.assert_allclose(value, loss.item(), 1e-5)
+    for name, p in local.named_parameters():
+        np.testing.assert_allclose(bars[name], p.grad, 1e-4, 1e-4)

@@ -130,6 +130,9 @@ def test_r39_fit_evaluate_predict_and_weight_files_with_each_backend(
     assert said["counted"] == [0, 12, 12] and said["again"] and said["assigned"]
     assert said["jit"] is (backend == "jax") and said["output"] == "(None, 1)"
     assert said["names"] == [f"{i}_{kind}" for i in (0, 1, 4) for kind in ("weight", "bias")]
+    # (of unchanged weights; an assign in JAX and TensorFlow puts them elsewhere, in torch not)
+    assert said["copied"] == {"made": 0, "assigned": 0 if backend == "torch" else 512 * 512 * 4, "set": 0}
+    assert said["right"] == {"made": True, "assigned": True, "set": True}
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +217,59 @@ def test_frozen_parts_stay_in_the_worker(worker_of: Workers) -> None:
     layer.trainable = False
     assert layer.trainable_weights == [] and len(layer.non_trainable_weights) == 2
     assert layer(X[:, :5].astype("float32")).shape == (16, 4)
+
+
+# ---- What is not copied again -------------------------------------------------------------------------------------------
+
+
+def test_unchanged_weights_are_not_copied_and_no_change_is_missed(worker_of: Workers, tmp_path: Path) -> None:
+    worker = worker_of("torch")
+    layer = gw.keras.Layer(worker.module("in_torch:make_block", [512, 512]), name="block")
+    model = keras.Sequential([keras.Input((512,)), layer])
+    kernel, bias = (v.value for v in layer.weights)
+    x = np.random.default_rng(0).normal(size=(2, 512)).astype("float32")
+    compiled = tf.function(lambda: layer(x))
+    nbytes = 512 * 512 * 4
+
+    def check(call: Callable[[], Any], copied: int) -> None:
+        wanted = np.tanh(x @ kernel.numpy().T + bias.numpy())
+        call()
+        before = worker.stats()["copied_bytes"]
+        np.testing.assert_allclose(call(), wanted, 1e-5, 1e-5)
+        assert worker.stats()["copied_bytes"] - before == copied
+
+    def apply_gradients() -> None:
+        keras.optimizers.Adam(0.1).apply_gradients([(tf.ones_like(v.value), v) for v in layer.weights])
+
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    check(lambda: model.predict(x, verbose=0), 0)
+    made = [as_numpy(v) for v in layer.weights]
+    model.fit(x, x, batch_size=2, verbose=0)
+    assert all((as_numpy(v) != value).any() for v, value in zip(layer.weights, made, strict=True))
+    check(lambda: model.predict(x, verbose=0), nbytes)
+    changes: list[tuple[Callable[[], Any], int]] = [
+        (lambda: layer.set_weights(made), 0),
+        (
+            lambda: np.asarray(tf.convert_to_tensor(kernel)._numpy()).fill(0.0625),
+            0,
+        ),  # behind TensorFlow's back
+        (lambda: layer.weights[0].assign(layer.weights[0] * 2), nbytes),
+        (lambda: layer.set_weights(layer.get_weights()), 0),
+        (lambda: kernel.assign_add(tf.ones_like(kernel)), nbytes),
+        (lambda: kernel.assign_add(tf.ones_like(kernel)), nbytes),  # in place, at the same address
+        (lambda: model.save_weights(tmp_path / "w.weights.h5"), nbytes),
+        (lambda: model.load_weights(tmp_path / "w.weights.h5"), 0),
+        (lambda: layer.set_weights([w + 1 for w in layer.get_weights()]), 0),
+        (lambda: layer.set_weights(layer.get_weights()), 0),
+        (apply_gradients, nbytes),
+        (tf.function(lambda: kernel.assign_sub(tf.ones_like(kernel))), nbytes),
+        (lambda: layer.set_weights(layer.get_weights()), 0),
+        (lambda: kernel.scatter_nd_update([[0]], tf.zeros((1, 512))), nbytes),  # reading copies from then on
+    ]
+    for change, copied in changes:
+        change()
+        for call in (lambda: layer(x), compiled):
+            check(call, copied)
 
 
 # ---- A Keras model in a loop of JAX's ---------------------------------------------------------------------------------

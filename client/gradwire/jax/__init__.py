@@ -125,7 +125,8 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
     """A remote module as a function of what trains it: ``apply, params = functional(net)``.
 
     ``owner="caller"``: ``apply(params, *args, **kwargs)``, with ``params`` a dict of JAX arrays by the names of
-    `Remote.parameters` without the frozen ones, for `jax.grad`, optax and the like. Buffers stay in the worker
+    `Remote.parameters` without the frozen ones, for `jax.grad`, optax and the like. These lie in the bridge's shared
+    memory, so that calls do not copy them; arrays that take their place are copied at each call. Buffers stay in the worker
     and move once for each call in training mode. With ``buffers="explicit"`` it is
     ``apply, params, buffers = functional(net, buffers="explicit")`` and
     ``result, buffers = apply(params, buffers, *args, **kwargs)``: the call changes nothing in the worker. Of 64-bit
@@ -160,7 +161,9 @@ def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:
         return call(functional.handle, site, leaves)
 
     own, frozen = remote.options(family=NAME), functional.frozen()
-    params = {name: x for name, x in own.parameters().items() if name not in frozen}
+    params = {
+        name: functional.resident(x, NAME) for name, x in own.parameters().items() if name not in frozen
+    }
     return (apply, params, _explicit_buffers(remote)) if buffers else (apply, params)
 
 

@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
@@ -45,6 +45,8 @@ __all__ = ["Crossing", "barrier"]
 TOKENS = 1 << 32
 STAMP = TOKENS - 1
 """What stands in the place of a row where a stamp is in that of a token."""
+LARGE = 1 << 20
+"""Bytes of operands from which a call at once is cheaper without XLA."""
 
 
 class Crossing:
@@ -81,13 +83,17 @@ class Crossing:
     def results(self, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """The call, for who takes the results as they are."""
         try:
-            token: int | np.ndarray = 0
-            if self._has_token:
-                token, arrays = self._token(arrays[0]), arrays[1:]
-            return self._nothing() if self._is_empty else self._cross(token, arrays)
+            return self.at_once(arrays)
         except BaseException as error:
             failed = remember(error, self._derived)
         raise failed
+
+    def at_once(self, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The call without XLA above it: raises what `Handle.invoke` raises."""
+        token: int | np.ndarray = 0
+        if self._has_token:
+            token, arrays = self._token(arrays[0]), arrays[1:]
+        return self._nothing() if self._is_empty else self._cross(token, arrays)
 
     def _token(self, array: np.ndarray) -> int | np.ndarray:
         """What a token operand says to `Handle.invoke`. ResidualLostError for stamps of before a change."""
@@ -261,10 +267,32 @@ def _evaluate(*values: Any, derived: Derived) -> list[Any]:
     """Evaluate a node now, through a cached program of it alone; waits, and raises the original error."""
     if derived.moves_state:
         barrier()
+    if sum([x.nbytes for x in values]) >= LARGE and _has_one_device():
+        return _evaluate_without_xla(values, derived)
     if jax.config.jax_disable_jit:
         with jax.disable_jit(False):
             return _evaluate_compiled(values, derived)
     return _evaluate_compiled(values, derived)
+
+
+@cache
+def _has_one_device() -> bool:
+    """Whether results can only go where JAX's own would."""
+    return len(jax.devices()) == 1 and jax.default_backend() == "cpu"
+
+
+def _evaluate_without_xla(values: Sequence[Any], derived: Derived) -> list[Any]:
+    """XLA's callback copies operands; here they are passed as they lie, which may be in shared memory."""
+    avals = tuple(tensors.aval(x) for x in values)
+    crossing = _crossing(derived, avals, bool(jax.config.jax_enable_x64))
+    results = crossing.at_once([np.asarray(x) for x in values])
+    return _with_token_released([jax.device_put(y) for y in results], derived)
+
+
+@lru_cache(maxsize=1024)
+def _crossing(derived: Derived, avals: Sequence[Aval], x64: bool) -> Crossing:
+    operands = [jax.ShapeDtypeStruct(a.shape, tensors.element_type(a.dtype)) for a in avals]
+    return Crossing(derived, operands[derived.token_ops is not None :])
 
 
 def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
@@ -277,6 +305,10 @@ def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
         if failure is None or failure.error is None:
             raise
         raise failure.error from None
+    return _with_token_released(results, derived)
+
+
+def _with_token_released(results: list[Any], derived: Derived) -> list[Any]:
     if derived.keep and derived.keep != KEEP_STAMP:
         _release_with(results[-1], derived)
     return results

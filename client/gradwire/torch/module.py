@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 import gradwire.torch
@@ -21,10 +20,8 @@ from gradwire.functional import Functional
 from gradwire.remote import stays_here
 from gradwire.torch.compiled import traced
 from gradwire.torch.names import Part, Place, placed
-from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import GradwireError, UsageError
-from gradwire_wire.exchange import INLINE_BYTES
-from gradwire_wire.tensors.torch import adopt, export
+from gradwire_wire.tensors.torch import NAME
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
@@ -68,7 +65,7 @@ class Module(torch.nn.Module):
         self._fetched = [] if explicit else [name for name in has.buffers if name in has.persistent]
         for name, x in has.parameters.items():
             learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
-            _register(places[name], torch.nn.Parameter(self._remote.shared(x), learns))
+            _register(places[name], torch.nn.Parameter(self._remote.resident(x, NAME), learns))
         for alias, name in has.aliases.items():
             _register(places[alias], _at(places[name]))
         for name, x in explicit.items():
@@ -118,7 +115,7 @@ class Module(torch.nn.Module):
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         for p in copied.parameters():
             if p.device.type == "cpu":
-                p.data = copied._remote.shared(p.data)
+                p.data = copied._remote.resident(p.data, NAME)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -210,7 +207,7 @@ class Form(Functional):
                 site = self._sites[len(args)] = self._described(given, args, kwargs)[0]
             return gradwire.torch.call(self.handle, site, [*operands, *args])
         site, leaves = self._described(given, args, kwargs)
-        family_of_call(leaves, site.structure, gradwire.torch.NAME)
+        family_of_call(leaves, site.structure, NAME)
         return gradwire.torch.call(self.handle, site, leaves)
 
     def _described(
@@ -221,12 +218,3 @@ class Form(Functional):
     def described(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Handle, Site]:
         """For a compiler that traces the call; see `gradwire.remote.Remote.described`."""
         return self.handle, self.flatten(args[0], tuple(args[1:]), kwargs)[0]
-
-    def shared(self, x: Any) -> Any:
-        """A copy in the bridge's shared memory, where it is worth while."""
-        array, dtype, _ = export(x)
-        if array.nbytes <= INLINE_BYTES:
-            return x.detach().clone()
-        copy = self.handle.empty(array.shape, array.dtype)
-        np.copyto(copy, array)
-        return adopt(Carrier(copy, dtype))
