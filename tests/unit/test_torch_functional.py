@@ -321,7 +321,62 @@ class Replaced(Clamped):
         return x * self.w
 
 
-@pytest.mark.parametrize("make", [Clamped, Replaced])
+class ClampedData(Clamped):
+    def forward(self, x: Any) -> Any:
+        self.w.data.clamp_(-1.0, 1.0)
+        return x * self.w
+
+
+class ClampedView(Clamped):
+    def forward(self, x: Any) -> Any:
+        self.w.view(2, 2)[1].data.clamp_(-1.0, 1.0)
+        return x * self.w
+
+
+class SwappedData(Clamped):
+    def forward(self, x: Any) -> Any:
+        self.w.data = self.w.data.clamp(-1.0, 1.0)
+        return x * self.w
+
+
+class ClampedByNumpy(Clamped):
+    def forward(self, x: Any) -> Any:
+        array = self.w.detach().numpy()
+        array.clip(-1.0, 1.0, out=array)
+        return x * self.w
+
+
+class Quantised(Clamped):
+    """Reads ``.data``, puts other values there for the time of its computation, and writes to the data of what is none of ours."""
+
+    def forward(self, x: Any) -> Any:
+        before, self.w.data = self.w.data, self.w.data.round()
+        y = x * self.w + 0 * self.w.data.norm()
+        y.data.mul_(2)
+        self.w.data = before
+        return y
+
+
+def test_reading_data_and_what_is_put_back_are_as_in_one_process() -> None:
+    pair = Pair(Quantised)
+    for _ in range(5):
+        for found, wanted in zip(pair.gradients(), pair.local_gradients(), strict=True):
+            assert_equal(found, wanted)
+
+
+def test_a_write_past_the_version_counters_is_met_at_whatever_call_it_comes() -> None:
+    pair = Pair(ClampedData)
+    net, late = pair.net, ClampedData.forward
+    for forward in [Quantised.forward] * 5 + [late]:
+        pair.net.__class__ = type("Late", (ClampedData,), {"forward": forward})
+        if forward is not late:
+            pair.gradients()
+    assert net is pair.net
+    with pytest.raises(UsageError, match="writes to its parameter 'w'"):
+        pair.gradients()
+
+
+@pytest.mark.parametrize("make", [Clamped, Replaced, ClampedData, ClampedView, SwappedData])
 def test_a_module_that_writes_to_its_parameter_is_refused_and_the_given_one_is_left(make: Any) -> None:
     """In one process the write stays; here it would end with the call, and training would go another way."""
     pair = Pair(make)
@@ -331,6 +386,17 @@ def test_a_module_that_writes_to_its_parameter_is_refused_and_the_given_one_is_l
     with pytest.raises(UsageError, match="writes to its parameter 'w'"):
         pair.program.run(site, (), leaves)
     pair.assert_untouched()
+
+
+def test_a_write_by_numpy_is_met_in_the_first_calls() -> None:
+    for call in (
+        lambda pair, site, leaves: pair.program.run(site, (), leaves),
+        lambda pair, *_: pair.gradients(),
+    ):
+        pair = Pair(ClampedByNumpy)
+        with pytest.raises(UsageError, match="writes to its parameter 'w'"):
+            call(pair, *pair.site(X))
+        pair.assert_untouched()
 
 
 def test_an_embedding_that_renormalises_is_refused() -> None:

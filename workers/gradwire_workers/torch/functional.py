@@ -24,13 +24,14 @@ from gradwire_workers.torch import state
 from gradwire_workers.torch.kept import Kept, own_leaves
 from gradwire_workers.torch.program import TorchFlat, TorchProgram
 from gradwire_workers.torch.tape import leaves_of
+from gradwire_workers.torch.writes import Watch
 
 __all__ = ["TorchFunctional"]
 
 # Runs an iterator without a Python instruction between, where an interrupt could come.
 _do: Callable[[Iterable[Any]], None] = deque(maxlen=0).extend
 
-_LOOKS = 3  # what is kept from call to call shows in the second; a look walks the graph
+_LOOKS = 3  # what is kept from call to call shows in the second; a look walks the graph, or compares contents
 _GIVEN = "_gradwire_given"  # the attribute of a parameter that was given: its name
 
 
@@ -44,6 +45,7 @@ class _Places:
         self._module, self._mode = module, mode
         self._parameters = _found(module, "_parameters", module.named_parameters())
         self._buffers = _found(module, "_buffers", module.named_buffers())
+        self._looks: dict[Any, int] = {}
 
     def call(
         self,
@@ -61,12 +63,13 @@ class _Places:
         parts = [part for (part, _), _ in given]
         own = [{key: part[key]} for (part, key), _ in given]
         new = [{key: x} for (_, key), x in given]
-        versions = [x._version for x in parameters.values()]
+        watch = Watch(parameters, self._is_looked_at())
         modes = self._enter_mode()
         try:
             _do(map(dict.update, parts, new))
-            result = function(*args, **kwargs)
-            self._check_unwritten(parameters, versions)
+            with watch:
+                result = function(*args, **kwargs)
+            self._check_unwritten(parameters, watch)
             for name in buffers:  # a module may assign its buffers instead of writing into them
                 part, key = self._buffers[name][0]
                 buffers[name] = part[key]
@@ -75,16 +78,23 @@ class _Places:
             _do(map(dict.update, parts, own))
             _do(map(setattr, modes, repeat("training"), modes.values()))
 
-    def _check_unwritten(self, parameters: dict[str, Any], versions: Sequence[int]) -> None:
+    def _is_looked_at(self) -> bool:
+        """Whether the contents of parameters are compared: in the first calls of each mode."""
+        key = (self._module.training, torch.is_grad_enabled())
+        self._looks[key] = self._looks.get(key, 0) + 1
+        return self._looks[key] <= _LOOKS
+
+    def _check_unwritten(self, parameters: dict[str, Any], watch: Watch) -> None:
         """What the module writes into a parameter would end with the call, and the caller's own stay as it was."""
-        for (name, x), version in zip(parameters.items(), versions):
-            part, key = self._parameters[name][0]
-            if x._version != version or part.get(key) is not x:
-                raise UsageError(
-                    f"this module writes to its parameter {name!r} when it is called (as nn.Embedding(max_norm=...) does), and "
-                    "the caller, who owns it, would not see that. Do it to the caller's parameters after each step, or let the "
-                    "worker own them (Remote.optimizer)"
-                )
+        places = ((name, *self._parameters[name][0]) for name in parameters)
+        replaced = (name for name, part, key in places if part.get(key) is not parameters[name])
+        name = watch.written() or next(replaced, None)
+        if name is not None:
+            raise UsageError(
+                f"this module writes to its parameter {name!r} when it is called (as nn.Embedding(max_norm=...) does), and "
+                "the caller, who owns it, would not see that. Do it to the caller's parameters after each step, or let the "
+                "worker own them (Remote.optimizer)"
+            )
 
     def _enter_mode(self) -> dict[Any, bool]:
         """The modes of all parts before that, if they have changed: parts may have modes of their own."""
