@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -191,6 +192,8 @@ class Worker:
             why = f"there is no folder {self.order.cwd} to run in (cwd=)"
         else:
             why = f"the system cannot execute {python}: {getattr(error, 'strerror', None) or error}"
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                why += "; raise the limit on open files (ulimit -Hn) of the program that started the broker"
         return not_started(self.place.name, self.order.framework, why)
 
     # ---- What it says ----

@@ -13,7 +13,7 @@ from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
 from gradwire.orders import checked_framework, checked_spec, with_environment
 from gradwire.restarts import Restarts
-from gradwire.worker import Worker
+from gradwire.worker import Worker, belongs_here
 from gradwire_wire.control import Present
 from gradwire_wire.errors import ClosedError, ForkedError, GradwireError, UsageError
 from gradwire_wire.exchange import Memory
@@ -84,6 +84,9 @@ class Bridge:
         self._attaching = threading.Lock()
         self._closed = False
         link.every_second(self._every_second)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise belongs_here(self)
 
     def worker(
         self,

@@ -26,6 +26,7 @@ from gradwire_wire.errors import (
     WorkerStartError,
     class_named,
 )
+from gradwire_wire.process import fill_standard_descriptors
 
 if TYPE_CHECKING:
     from gradwire.broker_channel import Broker
@@ -59,6 +60,7 @@ class BrokerLink:
         cls, start_timeout: float, expected_workers: int = 0, sharing: Sharing | None = None
     ) -> BrokerLink:
         """Start a broker, of this program's own or a shared one. Blocks until it answers; ConnectError with its last lines."""
+        fill_standard_descriptors()
         deadline = time.monotonic() + start_timeout
         from gradwire.private_broker import PrivateBroker  # what starting a process takes is not everybody's
 
@@ -67,6 +69,7 @@ class BrokerLink:
     @classmethod
     def to_shared(cls, broker: SharedBroker | FarBroker, timeout_s: float) -> BrokerLink:
         """Connect to a broker that runs. Blocks until it answers; ConnectError."""
+        fill_standard_descriptors()
         return cls._attached_to(broker, time.monotonic() + timeout_s)
 
     @classmethod

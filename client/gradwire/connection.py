@@ -463,6 +463,8 @@ class Connection:
                 was_running=was_running,
             )
         how = f"by signal {death.signal}" if death.signal else f"with exit code {death.exit_code}"
+        if death.signal == "SIGKILL" and death.command:  # otherwise it was the broker's end
+            how += " (from the kernel, if nobody else killed it: that is how memory runs out; its log, dmesg, tells)"
         doing = "while it worked on this call" if was_running else "before this call was sent"
         said = f"\nIts last output:\n{death.output}" if death.output else "\nIt had printed nothing."
         raise WorkerDiedError(

@@ -34,7 +34,7 @@ def checked_spec(
         python=checked_python(python),
         env=_env(env or {}),
         path=_folders(path),
-        cwd=os.path.abspath(_path("cwd", cwd)) if cwd is not None else os.getcwd(),
+        cwd=_absolute("cwd", "." if cwd is None else cwd),
         threads=_threads(threads),
         x64=_of_type("x64", x64, bool, "True, False or None"),
         device=_of_type("device", device, str, "a text such as 'cpu' or 'cuda:0'"),
@@ -70,7 +70,10 @@ def checked_python(python: str | os.PathLike[str] | None) -> str | None:
         raise UsageError(
             f"python={python!r} is a number, and 3.10 and 3.1 are the same one: write it as text"
         )
-    return None if python is None else _path("python", python)
+    if python is None:
+        return None
+    named = _path("python", python)
+    return _absolute("python", named) if os.sep in named else named
 
 
 def _name(name: str) -> str:
@@ -105,10 +108,20 @@ def _value(name: str, value: Any) -> str | None:
 
 def _folders(path: Sequence[str | os.PathLike[str]] | None) -> list[str]:
     if path is None:
-        return [os.getcwd()]
+        return [_absolute("path", ".")]
     if isinstance(path, (str, bytes, os.PathLike)):
         raise UsageError(f"path={path!r} is one folder: give a list of folders, [{path!r}]")
-    return [os.path.abspath(_path("path", folder)) for folder in path]
+    return [_absolute("path", folder) for folder in path]
+
+
+def _absolute(argument: str, path: Any) -> str:
+    try:
+        return os.path.abspath(_path(argument, path))
+    except OSError as error:
+        raise UsageError(
+            f"{argument}: the folder that this program runs in is not there any more; change to another (os.chdir), "
+            "or give absolute paths as cwd= and path="
+        ) from error
 
 
 def _path(argument: str, path: Any) -> str:

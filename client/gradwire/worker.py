@@ -16,7 +16,7 @@ from gradwire.handle import Handle
 from gradwire.remote import Remote
 from gradwire.restarts import MOST_EARLY_ENDS, Restarts
 from gradwire.worker_records import WorkerFacts, WorkerSpec
-from gradwire_wire.errors import ClosedError, GradwireError, WorkerStartError
+from gradwire_wire.errors import ClosedError, GradwireError, UsageError, WorkerStartError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.structures import flatten, positional
 
@@ -45,6 +45,14 @@ def _say_fallback(connection: Connection) -> None:
         )
 
 
+def belongs_here(x: object) -> UsageError:
+    """What copying and pickling a bridge or a worker raise."""
+    return UsageError(
+        f"{x!r} belongs to this process and cannot be copied or pickled; another process makes its own with "
+        "gradwire.connect(...)"
+    )
+
+
 class Worker:
     """One interpreter with one framework. Made by `Bridge.worker`; usable from any thread.
 
@@ -61,6 +69,9 @@ class Worker:
         self._failure: str | None = None
         self._connection = self._start()
         self._since = time.monotonic()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise belongs_here(self)
 
     def _start(self) -> Connection:
         facts = self._start_process()

@@ -29,6 +29,7 @@ from gradwire_wire.batches import SHORT_BATCH, frames_in
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.interruption import came_from_handler
 from gradwire_wire.sockets import LONG, Again, Unreachable
+from gradwire_wire.tether import OwnedSocket
 
 __all__ = ["MAX_PACKET", "NOWAIT", "Lane", "TooLong", "WorkerLane", "lane_pair", "received_lane", "socket_of"]
 
@@ -65,7 +66,7 @@ class Lane:
 
     def __init__(self, sock: socket.socket, receive_timeout_ms: int = 0) -> None:
         """Takes over the socket. ``receive_timeout_ms``: what `receive` waits at most."""
-        self._socket = sock
+        self._socket = sock = OwnedSocket(fileno=sock.detach())
         self.incoming, self.outgoing = (
             memoryview(bytearray(MAX_PACKET + 1)),
             memoryview(bytearray(MAX_PACKET)),

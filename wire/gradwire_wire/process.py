@@ -6,7 +6,14 @@ import os
 import resource
 import signal
 
-__all__ = ["DUMP_STACK", "die_with_parent", "open_pidfd", "raise_descriptor_limit", "reset_signals"]
+__all__ = [
+    "DUMP_STACK",
+    "die_with_parent",
+    "fill_standard_descriptors",
+    "open_pidfd",
+    "raise_descriptor_limit",
+    "reset_signals",
+]
 
 PR_SET_PDEATHSIG = 1
 NR_PIDFD_OPEN = 434  # the same on every architecture
@@ -26,6 +33,17 @@ def reset_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def fill_standard_descriptors() -> None:
+    """Open /dev/null at those of 0, 1 and 2 that are closed, as in ``program 2>&-`` and in many daemons.
+
+    Otherwise sockets and segments get these numbers, C code's messages are written into them, and a child that is
+    to inherit one of them finds its own stdin or stdout there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def raise_descriptor_limit() -> None:

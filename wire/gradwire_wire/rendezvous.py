@@ -70,6 +70,10 @@ def check_fit(parent: Path) -> None:
         raise OSError(
             errno.ENAMETOOLONG, f"a socket's path would have {longest} bytes, {SUN_PATH} are allowed"
         )
+    try:
+        str(parent).encode()
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EILSEQ, "its name is not UTF-8, as ZeroMQ wants it") from error
     about = os.stat(parent)
     if not stat.S_ISDIR(about.st_mode):
         raise OSError(errno.ENOTDIR, "not a folder")

@@ -20,7 +20,7 @@ from gradwire_wire import messages
 from gradwire_wire.errors import ConnectError, DeadlineError, MemoryExhaustedError, ProtocolError
 from gradwire_wire.interruption import came_from_handler
 
-__all__ = ["Tether", "TetherClosedError", "accept_tether", "connect_tether", "listen_tether"]
+__all__ = ["OwnedSocket", "Tether", "TetherClosedError", "accept_tether", "connect_tether", "listen_tether"]
 
 MAX_PACKET = 4096
 MAX_DESCRIPTORS = 4
@@ -33,8 +33,8 @@ class TetherClosedError(Exception):
     """The peer is gone."""
 
 
-class _Socket(socket.socket):
-    """Closed with the object, on purpose and so without a warning."""
+class OwnedSocket(socket.socket):
+    """Closed with the object, on purpose and so without a warning, also at the interpreter's exit."""
 
     def __del__(self) -> None:
         self.close()
@@ -44,7 +44,7 @@ class Tether:
     """One end; takes over the socket. Packets are messages of `gradwire_wire.messages`; descriptors arrive close-on-exec."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = _Socket(fileno=sock.detach())
+        self._socket = OwnedSocket(fileno=sock.detach())
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self.peer_pid, self.peer_uid, _ = struct.unpack("=iII", credentials)
 

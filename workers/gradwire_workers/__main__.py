@@ -7,6 +7,7 @@ the user's folders join ``sys.path``, so that a ``torch.py`` of theirs never sta
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import importlib
 import importlib.util
@@ -173,7 +174,9 @@ def _open_desk(config: WorkerConfig, engine: Any) -> Any:
             keys=config.keys,
         )
     except Exception as error:
-        raise CannotStart(f"it could not open its sockets: {_told(error)}") from error
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; set XDG_RUNTIME_DIR to a folder of yours that has room" if full else ""
+        raise CannotStart(f"it could not open its sockets{remedy}: {_told(error)}") from error
 
 
 def _load_named(config: WorkerConfig, desk: Any, lifeline: Lifeline) -> None:

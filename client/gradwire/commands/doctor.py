@@ -72,7 +72,7 @@ def _program() -> Finding:
 
 
 def _interpreters() -> Iterator[Finding]:
-    found = interpreters(Path.cwd(), os.environ)
+    found = interpreters(Path(), os.environ)
     useful = [one for one in found if one.frameworks or one.path == sys.executable or one.problem]
     yield from map(_interpreter, useful)
     others = [f"{one.path} ({one.python})" for one in found if one not in useful]
