@@ -534,6 +534,57 @@ def test_in_place_changes_by_user_code_come_out_as_torch_says() -> None:
         residual.derive(("T", (0,), 1), [torch.ones(3)], keep=False, accumulate=False)
 
 
+class Stateful(nn.Module):
+    """A hidden state from call to call, of integers too; and a view of its weight that was made in the factory."""
+
+    def __init__(self, detach: bool) -> None:
+        super().__init__()
+        self.embedding, self.cell, self.h, self.detach = nn.Embedding(7, 3), nn.GRUCell(3, 3), None, detach
+        self.transposed = self.cell.weight_hh.t()
+
+    def forward(self, x: Any) -> Any:
+        self.h = self.cell(self.embedding(x), self.h) + 0 * self.transposed.sum()
+        y = self.h
+        self.h = y.detach() if self.detach else y
+        return y
+
+
+def test_a_hidden_state_with_its_graph_is_refused_as_torch_refuses_the_second_backward() -> None:
+    x = torch.tensor([1, 4])
+    local = Stateful(detach=False)
+    local(x).sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        local(x).sum().backward()
+    for first in ("keep", "run"):
+        program = engine.program(Stateful(detach=False), is_module=True)
+        structure, leaves = flatten([[x], {}], is_tensor)
+        site = WorkerSite(structure, True, accumulate=True)
+        getattr(program, first)(site, (), leaves)
+        for _ in range(4):
+            with pytest.raises(UsageError, match=r"depends on what an earlier call.*self\.h = h\.detach\(\)"):
+                program.keep(site, (), leaves)
+
+
+def test_a_detached_hidden_state_trains_as_in_one_process() -> None:
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(Stateful(detach=True))
+    net, local = nets
+    program = engine.program(net, is_module=True)
+    x = torch.tensor([1, 4])
+    structure, leaves = flatten([[x], {}], is_tensor)
+    site = WorkerSite(structure, True, accumulate=True)
+    for _ in range(5):
+        result, kept = program.keep(site, (), leaves)
+        y = local(x)
+        assert torch.equal(result.tensors[0], y)
+        kept.derive(("T", (), 1), [torch.ones_like(y)], keep=False, accumulate=True)
+        y.sum().backward()
+    for mine, other in zip(net.parameters(), local.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
 def test_optimizer() -> None:
     net, twin = mlp(), mlp()
     p, x, ct = program(net), torch.randn(5, 4), torch.ones(5, 3)

@@ -11,7 +11,10 @@ import torch
 from gradwire_wire.errors import ResidualLostError
 from gradwire_workers.torch.tape import filled, is_inexact, leaves_of, pull, push
 
-__all__ = ["Kept", "KeptRows", "own_leaves", "saved_nbytes"]
+__all__ = ["Kept", "KeptRows", "is_of_earlier_calls", "nodes_made", "own_leaves", "saved_nbytes"]
+
+nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+"""How many nodes of graphs were made so far: the number of the next one."""
 
 
 class Kept:
@@ -176,6 +179,11 @@ def own_leaves(results: Sequence[Any]) -> list[Any]:
     """The leaves that results depend on."""
     variables = [getattr(node, "variable", None) for node in _nodes(results)]
     return [x for x in variables if x is not None]
+
+
+def is_of_earlier_calls(results: Sequence[Any], first: int, here: int) -> bool:
+    """Whether the graph has nodes that were made from number ``first`` on, and before number ``here``."""
+    return here > first and any(first <= node._sequence_nr() < here for node in _nodes(results))
 
 
 def _nodes(results: Sequence[Any]) -> Iterator[Any]:

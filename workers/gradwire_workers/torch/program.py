@@ -16,7 +16,7 @@ from gradwire_wire.tensors.torch import adopt, is_tensor
 from gradwire_workers.flat import Flat
 from gradwire_workers.program import Result, Runner, WorkerSite
 from gradwire_workers.torch import hooks, shapes, state
-from gradwire_workers.torch.kept import Kept, KeptRows, saved_nbytes
+from gradwire_workers.torch.kept import Kept, KeptRows, is_of_earlier_calls, nodes_made, saved_nbytes
 from gradwire_workers.torch.optimizers import TorchOptimizer
 from gradwire_workers.torch.tape import evaluate, leaves_of, row_operands
 
@@ -24,6 +24,7 @@ __all__ = ["TorchProgram"]
 
 _CPU = torch.device("cpu")
 _MAX_MEASURED = 1024
+_LOOKS = 3  # what is kept from call to call shows in the second; a look walks the graph
 _NEEDS_AUTOGRAD = "does not require grad and does not have a grad_fn"
 _set_grad_enabled = torch._C._set_grad_enabled
 
@@ -64,6 +65,8 @@ class TorchProgram:
         self._target = target
         self._uses_autograd = False
         self._measured: dict[Any, int] = {}
+        self._loaded_at = nodes_made()
+        self._looked: dict[Any, int] = {}
         self._generation = 0
         self.is_module = self._module is not None
 
@@ -145,14 +148,34 @@ class TorchProgram:
         flat = self._flat(site)
         leaves = leaves_of(self.place(operands))
         with _random(site.seed, self._device), torch.enable_grad():
-            before = hooks.entered()
+            before, here = hooks.entered(), nodes_made()
             results = evaluate(flat, word, leaves, create_graph=True)
             has_hooks = hooks.entered() != before
+        if self._module is not None and not word:
+            self._check_of_this_call(site, results, here)
         outer = word[-1][1] if word and word[-1][0] == "T" else ()
         whole = [torch.zeros_like(leaves[outer[i]]) if y is None else y for i, y in enumerate(results)]
         nbytes = self._nbytes(word, leaves, whole, has_hooks)
         kept = Kept(self, leaves, whole, site.anchored, nbytes, has_hooks)
         return _result(site, word, results, flat.structure), kept
+
+    def _check_of_this_call(self, site: WorkerSite, results: Sequence[Any], here: int) -> None:
+        """UsageError if the results depend on the graph of an earlier call, in the first calls of each tree and mode.
+
+        In one process that graph would be freed by the first backward pass, and the second would raise. Here it would
+        live and grow, and of the gradients that reach it those of the earlier operands would be lost.
+        """
+        key = (site.structure, site.training)
+        looks = self._looked.get(key, 0)
+        if looks >= _LOOKS:
+            return
+        if is_of_earlier_calls(results, self._loaded_at, here):
+            raise UsageError(
+                "the result depends on what an earlier call has computed: this module keeps a tensor with its graph from call to "
+                "call (a hidden state, a cached weight). Detach what is kept (self.h = h.detach()); to differentiate through "
+                "several steps, make them in one call, or pass the state in and out as an argument and a result"
+            )
+        self._looked[key] = looks + 1
 
     def keep_rows(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
