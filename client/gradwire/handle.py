@@ -57,6 +57,7 @@ class Handle:
         self.moves = 0  # how often what a forward gives has changed: by a step, a load or a new life
         self.stakes = Stakes()
         self.has_warned = False  # of regularizers
+        self.asked: set[str] = set()  # occasions on which the worker was asked for them
         self._freezing: list[bytes] = []  # what `requires_grad` was told, for the next life
         self._ready()
 

@@ -354,6 +354,7 @@ class Remote:
 
     def grads(self) -> dict[str, Any]:
         """Gradients accumulated in the worker by parameter name; None where there are none."""
+        self.warn_of_regularizers("grads")
         return dict(self._change("grads"))
 
     def requires_grad_(self, flag: bool = True, names: str | Sequence[str] | None = None) -> Remote:
@@ -378,16 +379,23 @@ class Remote:
         self.warn_of_regularizers()
         return Optimizer(self, target, self._change("optimizer", target, kwargs, **settings))
 
-    def warn_of_regularizers(self) -> None:
-        """A UserWarning, once for each remote, where training by a call's result alone would leave losses of Keras out."""
-        if self.handle.has_warned:
+    def warn_of_regularizers(self, once: str = "") -> None:
+        """A UserWarning, once for each remote, where training by a call's result alone would leave losses of Keras out.
+
+        once: an occasion on which the worker need not be asked a second time. (What ``add_loss`` is given may be known to it
+        only after calls.)
+        """
+        handle = self.handle
+        if handle.has_warned or once in handle.asked:
             return
-        self.handle.has_warned = True
+        if once:
+            handle.asked.add(once)
         names = list(self._change("regularizers"))
+        handle.has_warned = bool(names)
         if names:
             shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
             warnings.warn(
-                f"{self.handle.name} has regularizers ({shown}). As with a Keras model that is called, their losses are no part of "
+                f"{self.handle.name} has regularizers or losses of its own ({shown}). As with a Keras model that is called, their losses are no part of "
                 "the result, so training by the result leaves them out. gw.keras.Layer adds them to its losses; elsewhere have the "
                 "factory return a model that returns them, such as (y, sum(net.losses)), and add them to your loss",
                 UserWarning,
@@ -475,6 +483,7 @@ class Optimizer:
         clip_norm: the most that the norm of all gradients together may be; they are scaled down to it. Returns what it
         was before; None without clip_norm. zero_grad: forget the gradients then, in the same message.
         """
+        self._remote.warn_of_regularizers("step")
         norm = self._change("step", None if clip_norm is None else float(clip_norm), bool(zero_grad))
         return None if norm is None else float(norm)
 

@@ -453,7 +453,15 @@ def test_losses_elsewhere_are_never_left_out_in_silence(
     gw.jax.functional(net)  # told once
     with pytest.warns(UserWarning, match="has regularizers"):
         apply, params = gw.jax.functional(worker.module("keras_models:make_with_losses"))
+    with pytest.warns(UserWarning, match="has regularizers or losses of its own"):
+        gw.jax.functional(worker.module("keras_models:make_regularized"), owner="worker")
     x = X[:, :4].astype("float32")
+    adding = worker.module("keras_models:make_adding")
+    optimizer = adding.optimizer("keras.optimizers:SGD", learning_rate=0.1)
+    y, pullback = adding.vjp(x)
+    pullback(y)
+    with pytest.warns(UserWarning, match="has regularizers or losses of its own"):  # known after a call
+        optimizer.step()
     loss, bars = jax.value_and_grad(lambda p: apply(p, x)[1])(params)
     local = keras_models.make_regularized()
     for v, value in zip(local.trainable_weights, params.values(), strict=True):

@@ -99,3 +99,33 @@ def test_losses_come_with_the_result() -> None:
     _, losses = called_in_layer([net], True, lambda: net(x))
     np.testing.assert_array_equal(losses, net.losses)
     assert len(losses) == 2 and len(called_in_layer([net], False, lambda: net(x))[1]) == 1
+
+
+class Penalised(layers.Layer):  # type: ignore[misc]
+    def __init__(self, helper: Callable[[Any, Any], None] | None = None) -> None:
+        super().__init__(name="penalised")
+        self.helper = helper
+
+    def call(self, x: Any) -> Any:
+        if self.helper is not None:
+            self.helper(self, x)
+        return x
+
+
+class PenalisedByItself(Penalised):
+    def call(self, x: Any) -> Any:
+        def penalise(y: Any) -> None:
+            self.add_loss(keras.ops.sum(y))
+
+        penalise(x)
+        return x
+
+
+def test_losses_that_a_layer_adds_are_known_by_its_code_or_after_a_call() -> None:
+    x = np.ones((5, 4), "float32")
+    assert regularized(keras.Sequential([Penalised(), layers.Dense(2)])) == []
+    assert regularized(keras.Sequential([PenalisedByItself(), layers.Dense(2)])) == ["penalised"]
+    net = keras.Sequential([Penalised(lambda layer, x: layer.add_loss(keras.ops.sum(x))), layers.Dense(2)])
+    assert regularized(net) == []
+    net(x)
+    assert regularized(net) == ["penalised"]

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any, Callable, Iterator, Sequence
 
 __all__ = ["called_in_layer", "frozen", "is_keras_layer", "keras_path", "regularized", "stable_paths"]
@@ -110,14 +112,34 @@ def called_in_layer(layers: Sequence[Any], trainable: bool, call: Callable[[], A
 
 
 def regularized(layer: Any) -> list[str]:
-    """Names of the parts whose regularizers Keras would add to the loss of a model that has this layer."""
+    """Names of the parts whose regularizers or ``add_loss`` Keras would add to the loss of a model that has this layer.
+
+    What a part adds is known after a call, and before it by what its class's code names.
+    """
     return [str(part.name) for part in layer._flatten_layers() if _is_regularized(part)]
 
 
 def _is_regularized(part: Any) -> bool:
     own = [*getattr(part, "_trainable_variables", ()), *getattr(part, "_trainable_weights", ())]
+    kind: Any = type(part)
     return bool(
         getattr(part, "activity_regularizer", None) is not None
         or getattr(part, "_callable_losses", None)  # Keras 2
+        or getattr(part, "_losses", None)
+        or _adds_losses(kind)
         or any(getattr(v, "regularizer", None) is not None for v in own)
+    )
+
+
+@lru_cache(maxsize=None)
+def _adds_losses(kind: Any) -> bool:
+    own = [c for c in kind.__mro__ if not c.__module__.startswith(_KERAS)]
+    return any(
+        _names_add_loss(f.__code__) for c in own for f in vars(c).values() if isinstance(f, FunctionType)
+    )
+
+
+def _names_add_loss(code: CodeType) -> bool:
+    return "add_loss" in code.co_names or any(
+        _names_add_loss(inner) for inner in code.co_consts if isinstance(inner, CodeType)
     )

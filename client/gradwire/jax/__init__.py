@@ -179,6 +179,9 @@ def _explicit_buffers(remote: Remote) -> dict[str, jax.Array]:
 
 
 def _owned_by_worker(remote: Remote) -> tuple[Callable[..., Any], Any]:
+    if remote.handle.is_module:
+        remote.warn_of_regularizers()
+
     def apply(anchor: Any, *args: Any, **kwargs: Any) -> Any:
         structure, leaves = flatten([list(args), kwargs], is_leaf)
         family_of_call(leaves, structure, NAME)

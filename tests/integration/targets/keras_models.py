@@ -52,6 +52,26 @@ def make_with_losses():
     return WithLosses(make_regularized())
 
 
+def penalise(layer, y):
+    layer.add_loss(keras.ops.mean(y**2))
+    return y
+
+
+class Adding(keras.Model):
+    """Adds a loss by way of somebody else."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.penalise = keras.layers.Dense(3), penalise
+
+    def call(self, x):
+        return self.penalise(self, self.dense(x))
+
+
+def make_adding():
+    return Adding()
+
+
 def make_noisy(seed=0):
     """(batch, 4) to (batch, 3), with BatchNorm and dropout."""
     keras.utils.set_random_seed(seed)
