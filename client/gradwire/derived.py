@@ -40,7 +40,7 @@ class Derived:
     accumulate: this pullback adds to the gradients that the worker's module owns.
     keep: 0 nothing, 1 this evaluation, 2 the rows of this batch: a token comes with the results.
     structure: of F's result tree, once F was evaluated. held: what must live as long as this does.
-    moves: the handle's count when F was called.
+    moves: the handle's count when F was called. absent: operands of a pullback that stand for no cotangent.
     """
 
     handle: Handle
@@ -52,6 +52,7 @@ class Derived:
     structure: bytes = b""
     held: Any = None
     moves: int = -1
+    absent: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.moves < 0:
@@ -88,6 +89,7 @@ class Derived:
             keep=self.keep,
             token=token,
             token_ops=0 if afresh else self.token_ops,
+            absent=() if self.keep else self.absent,
         )
         if not self.word:
             self.structure = outcome.structure

@@ -156,25 +156,35 @@ class Handle:
         keep: int = 0,
         token: int | np.ndarray = 0,
         token_ops: int = 0,
+        absent: Sequence[int] = (),
     ) -> Outcome:
         """Evaluate the derived function ``word`` in the worker; blocks without holding the GIL.
 
         keep: 0, `messages.KEEP` or `messages.KEEP_ROWS`. token: of a kept forward (int), or rows
-        (batch, 2) of (token, row). Any thread. Raises what the worker reports, or why it cannot.
+        (batch, 2) of (token, row). absent: indices of cotangents that are zero because nothing leads to their results;
+        a worker that tells the two apart has None for what only they would reach. Any thread. Raises what the worker
+        reports, or why it cannot.
         """
         had_moved = self.stakes.stake > Stake.NOTHING
         try:
-            return self._invoke(site, word, carriers, keep, token, token_ops)
+            return self._invoke(site, word, carriers, keep, token, token_ops, absent)
         except WorkerDiedError as error:
             if self._loaded is not None and not self._loaded.is_alive:
                 self.stakes.note_death()
             never_sent = self.revives and not error.was_running and not had_moved
             if not (site.retry or never_sent):
                 raise
-        return self._invoke(site, word, carriers, keep, token, token_ops)
+        return self._invoke(site, word, carriers, keep, token, token_ops, absent)
 
     def _invoke(
-        self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int
+        self,
+        site: Site,
+        word: Word,
+        carriers: Sequence[Carrier],
+        keep: int,
+        token: Any,
+        token_ops: int,
+        absent: Sequence[int],
     ) -> Outcome:
         is_plain = type(token) is int and token == 0
         connection = (
@@ -190,6 +200,8 @@ class Handle:
             brief: list[Carrier | None] = [None] * (len(carriers) - linear) + list(
                 carriers[len(carriers) - linear :]
             )
+            for i in absent:
+                brief[i] = None
             try:
                 return connection.evaluate(self._remote, site, word, brief, keep, rows, token_ops)
             except ResidualLostError as error:

@@ -81,9 +81,16 @@ class Pullback:
         if not self._token and self._moves != self._handle.moves:
             raise moved(self._handle.name)
         cotangents = self._cotangents(out_bar)
+        moving = [(shape, dtype) for shape, dtype in self._results if dtype.is_inexact]
         word = (("T", self._wrt, len(cotangents)),)
         try:
-            outcome = self._handle.invoke(self._site, word, [*self._primals, *cotangents], token=self._token)
+            outcome = self._handle.invoke(
+                self._site,
+                word,
+                [*self._primals, *[c or _zeros(*r) for c, r in zip(cotangents, moving, strict=True)]],
+                token=self._token,
+                absent=[len(self._inputs) + k for k, c in enumerate(cotangents) if c is None],
+            )
         except ResidualLostError as error:
             raise ResidualLostError(
                 f"{error}. options(residuals='recompute') keeps nothing and computes it again"
@@ -91,11 +98,12 @@ class Pullback:
         args_bar, kwargs_bar = fill_leaves_only(self._site.structure, self._gradients(outcome))
         return (tuple(args_bar), kwargs_bar) if kwargs else tuple(args_bar)
 
-    def _cotangents(self, out_bar: Any) -> list[Carrier]:
+    def _cotangents(self, out_bar: Any) -> list[Carrier | None]:
+        """Of the inexact results; None where none is given."""
         paths = leaf_paths(self._structure, argument_names=False)
         given = leaves_like(self._structure, out_bar, "the cotangent")
         return [
-            _like(x, shape, dtype, f"the cotangent of {path}")
+            None if x is None else _like(x, shape, dtype, f"the cotangent of {path}")
             for x, (shape, dtype), path in zip(given, self._results, paths, strict=True)
             if dtype.is_inexact
         ]
@@ -105,7 +113,7 @@ class Pullback:
         gradients: list[Any] = [None] * len(self._inputs)
         for i, carrier in zip(self._wrt, outcome.carriers, strict=True):
             shape, dtype = self._inputs[i]
-            gradients[i] = adopt(carrier or Carrier(np.zeros(shape, dtype.carrier), dtype))
+            gradients[i] = adopt(carrier or _zeros(shape, dtype))
         return gradients
 
     def release(self) -> None:
@@ -139,10 +147,12 @@ def _dot(carrier: Carrier | None, like: Carrier) -> Carrier:
     return carrier or Carrier(np.zeros(like.array.shape, like.array.dtype), like.dtype)
 
 
+def _zeros(shape: Sequence[int], dtype: Any) -> Carrier:
+    return Carrier(np.zeros(shape, dtype.carrier), dtype)
+
+
 def _like(x: Any, shape: Sequence[int], dtype: Any, what: str) -> Carrier:
-    """A given (co)tangent as a carrier of exactly that shape and dtype; zeros for None."""
-    if x is None:
-        return Carrier(np.zeros(shape, dtype.carrier), dtype)
+    """A given (co)tangent as a carrier of exactly that shape and dtype."""
     family = family_of(x)
     if family:
         carrier: Carrier = tensors_named(family).export(x)

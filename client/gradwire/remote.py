@@ -154,6 +154,11 @@ class Remote:
             self._routes.clear()
         self._routes[site.training, *map(type, args)] = (family, site)
 
+    @property
+    def __name__(self) -> str:
+        """The target's own, for who names things by their functions (`jax.named_call`, profilers)."""
+        return self.handle.name.rpartition(":")[2]
+
     autograph_info__ = None  # TensorFlow's AutoGraph calls what says so as it is, instead of rewriting it
 
     def described(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Handle, Site]:

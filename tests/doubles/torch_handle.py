@@ -56,11 +56,12 @@ class TorchHandle:
         keep: int = 0,
         token: int | np.ndarray = 0,
         token_ops: int = 0,
+        absent: Sequence[int] = (),
     ) -> Outcome:
         copies = [c._replace(array=np.array(c.array)) for c in carriers]
 
         def work() -> Outcome:
-            run = _Run(self, site, word, [tensors.adopt(c) for c in copies])
+            run = _Run(self, site, word, [tensors.adopt(c) for c in copies], absent)
             return run.outcome(keep, token, token_ops)
 
         return self._thread.submit(work).result(60)
@@ -99,8 +100,11 @@ def inexact(x: torch.Tensor) -> bool:
 class _Run:
     """One message, in the worker's thread."""
 
-    def __init__(self, handle: TorchHandle, site: Site, word: Word, operands: Tensors) -> None:
+    def __init__(
+        self, handle: TorchHandle, site: Site, word: Word, operands: Tensors, absent: Sequence[int] = ()
+    ) -> None:
         self.handle, self.site, self.word, self.operands = handle, site, word, operands
+        self.absent = absent
         self.structure = b""
 
     def outcome(self, keep: int, token: int | np.ndarray, token_ops: int) -> Outcome:
@@ -155,7 +159,9 @@ class _Run:
     def derive(self, kept: Kept, keep: int) -> tuple[Sequence[Any], Kept]:
         op, graph = self.word[-1], bool(keep)
         n = len(op[1]) if op[0] == "J" else op[2]
-        linear = self.operands[len(self.operands) - n :]
+        linear: list[Any] = self.operands[len(self.operands) - n :]
+        for i in self.absent:
+            linear[i - len(self.operands)] = None
         if keep:
             linear = [x.requires_grad_() for x in linear]
         with torch.enable_grad():
@@ -174,7 +180,7 @@ class _Run:
     ) -> list[Any]:
         inputs = [kept.operands[i] for i in wrt] + (self.handle.parameters if accumulate else [])
         pairs = [(y, c) for y, c in zip(filter(inexact, kept.results), cotangents, strict=True)]
-        pairs = [(y, c) for y, c in pairs if y.requires_grad]
+        pairs = [(y, c) for y, c in pairs if c is not None and y.requires_grad]
         if not pairs or not inputs:
             return [None] * len(wrt)
         ys, cs = zip(*pairs, strict=True)

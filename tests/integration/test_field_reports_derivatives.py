@@ -226,6 +226,28 @@ def test_r33_unused_arguments(remote: Any, compiled: bool) -> None:
 
 
 @every_worker
+def test_r33_a_result_that_nothing_follows(remote: Any, worker_of: Workers, framework: str) -> None:
+    """b has no gradient in torch, where the worker can tell that from zeros; nothing is asked twice."""
+    f, a = remote("apart"), torch.tensor(W, requires_grad=True)
+    found = []
+
+    def one_of_two() -> None:
+        b = torch.tensor(W, requires_grad=True)
+        a.grad = None
+        f(a, b)[0].sum().backward()
+        found.append(b.grad)
+
+    assert messages(worker_of(framework), one_of_two) == 2
+    close(a.grad, np.full(4, 2.0))
+    for b_bar in found:
+        assert b_bar is None if framework == "torch" else not b_bar.any()
+    _, pullback = f.vjp(W, W)
+    for bar, which in (((np.ones(4), None), 0), ((None, np.ones(4)), 1)):
+        close(pullback(bar)[which], np.full(4, 2.0 + which))
+        close(pullback(bar)[1 - which], np.zeros(4))
+
+
+@every_worker
 @every_mode
 def test_r33_a_detached_result_and_some_leaves(remote: Any, compiled: bool) -> None:
     f, state = remote("detached"), remote("some_leaves")
@@ -785,3 +807,10 @@ def test_r42_after_a_restart_a_pure_call_is_computed_again(torch_python: str) ->
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0 and run.stdout.strip() == "done", run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("framework", ["jax"])
+def test_a_remote_has_its_targets_name(remote: Any) -> None:
+    cube = remote("cube")
+    assert cube.__name__ == "cube"
+    close(jax.jit(jax.named_call(cube))(W), W**3)

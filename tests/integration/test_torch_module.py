@@ -108,6 +108,27 @@ def test_it_is_trained_by_every_optimizer_as_locally(pair: Any, optimizer: str) 
         assert (x == own[name]).all()  # the worker's own are not touched
 
 
+@pytest.mark.parametrize("owner", ["caller", "worker"])
+def test_r33_heads_that_take_turns(worker_of: Workers, in_torch: Any, owner: str) -> None:
+    """What the loss does not reach has no gradient, rather than zeros, which AdamW would act on."""
+    local, remote = in_torch.Heads(), worker_of("torch").module("in_torch:Heads")
+    settings: Any = {"lr": 0.1, "weight_decay": 0.5}
+    net = gw.torch.Module(remote) if owner == "caller" else remote
+    ours = (
+        torch.optim.AdamW(net.parameters(), **settings)
+        if owner == "caller"
+        else remote.optimizer("torch.optim:AdamW", **settings)
+    )
+    for model, optimizer in ((local, torch.optim.AdamW(local.parameters(), **settings)), (net, ours)):
+        for i in range(6):
+            optimizer.zero_grad()
+            model(X)[i % 3 == 0].square().sum().backward()
+            optimizer.step()
+    found = remote.options(family="torch").parameters() if owner == "worker" else net.state_dict()
+    for name, x in local.state_dict().items():
+        torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-9, msg=name)
+
+
 @pytest.mark.parametrize("buffers", ["worker", "explicit"])
 def test_r40_statistics_move_once_for_each_forward(pair: Any, buffers: str) -> None:
     p = pair(buffers=buffers, batch_norm=True)

@@ -513,6 +513,37 @@ def test_r38_trees_and_keywords(remote: Any, mode: str) -> None:
     equal(run(f)(jnp.asarray(X1), mask), run(tree_f)(jnp.asarray(X1), mask))
 
 
+SCALAR = {
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of grad": lambda f: jax.grad(jax.grad(f)),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (2.0,)),
+    "vjp": lambda f: lambda x: jax.vjp(f, x)[1](1.0),
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](2.0),
+    "hessian": jax.hessian,
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("transform", SCALAR.values(), ids=SCALAR.keys())
+def test_r20_python_scalars_as_primals(remote: Any, transform: Function) -> None:
+    """JAX takes them for arrays where it differentiates, and hands them to the rules as they are."""
+    equal(transform(remote(lambda x: x**3 + x))(0.5), transform(lambda x: x**3 + x)(0.5))
+
+
+def test_r20_scalars_beside_what_is_differentiated(remote: Any) -> None:
+    def power(x: Any, n: Any) -> Any:
+        assert isinstance(x, jax.Array) or type(n) is int
+        return x**n
+
+    x = jnp.arange(3.0)
+    y, pull = jax.vjp(remote(power), x, 3)
+    equal(y, x**3)
+    equal(pull(y)[0], 3 * x**2 * y)
+    equal(jax.jvp(lambda x: remote(power)(x, 2), (x,), (x,))[1], 2 * x * x)
+
+
 def test_r20_python_scalars_promote_nothing(remote: Any) -> None:
     f = remote(lambda x, *rest: x * 2 if rest else x)
     x = jnp.ones(3, jnp.bfloat16)

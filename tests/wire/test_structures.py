@@ -208,6 +208,13 @@ def test_R20_python_scalars_stay_python_scalars() -> None:
         assert same(there_and_back([value]), [value])
 
 
+def test_R20_numbers_that_a_tracer_wraps_are_pythons_again() -> None:
+    """JAX hands `jax.vjp(f, x, 3)`'s 3 to f as a subclass of int that knows its abstract value."""
+    for value in (2.5, 3, 10**20, 1j):
+        wrapped = type("Typed", (type(value),), {"aval": None})(value)
+        assert same(there_and_back([wrapped, {"a": (wrapped,)}] * 5), [value, {"a": (value,)}] * 5)
+
+
 def test_a_bytearray_arrives_as_bytes() -> None:  # msgpack leaves us no choice; said in structures.py
     assert there_and_back([bytearray(b"ab"), memoryview(b"cd")]) == [b"ab", b"cd"]
 

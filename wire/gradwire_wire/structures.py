@@ -119,7 +119,7 @@ class _Flattener:
         self.depth -= 1
         return packed
 
-    def other(self, x: Any) -> msgpack.ExtType:
+    def other(self, x: Any) -> Any:
         if self.is_leaf(x):
             self.leaves.append(x)
             return _hole(len(self.leaves) - 1)
@@ -132,6 +132,8 @@ class _Flattener:
             return msgpack.ExtType(INTEGER, x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
         if isinstance(x, np.generic):
             return msgpack.ExtType(SCALAR, _pack_scalar(x))
+        if isinstance(x, _NUMBERS) and hasattr(x, "aval"):
+            return self.other(complex(x)) if isinstance(x, complex) else self.number(x)
         if kind is OrderedDict:
             return msgpack.ExtType(ORDEREDDICT, self.pack([[k, v] for k, v in x.items()]))
         names = _tuple_fields(kind) if isinstance(x, tuple) else None  # type: ignore[arg-type]
@@ -147,6 +149,15 @@ class _Flattener:
             "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
             "convert it, or make it inside the worker"
         )
+
+    def number(self, x: Any) -> Any:
+        """Python's own out of what a tracer has made of it: of its class, with an abstract value beside (`jax.vjp(f, x, 3)`)."""
+        if isinstance(x, float):
+            return float(x)
+        return int(x) if x.bit_length() < 64 else self.other(int(x))
+
+
+_NUMBERS = (int, float, complex)
 
 
 @lru_cache(maxsize=1024)

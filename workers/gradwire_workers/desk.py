@@ -568,15 +568,24 @@ class Desk:
         try:
             serve(chain)
             self._interrupts.begin(session.marks, call_id)
-            result, residual = evaluate(program, site, word, request, operands, self._residuals)
+            result, residual = evaluate(program, site, word, request, operands, self._residuals, self._zeros)
         finally:
             self._interrupts.end()
             serve(())
         elapsed = time.perf_counter_ns() - start
         token = 0
         if residual is not None:
-            token = self._residuals.add(Kept(residual, request.remote, session.client_id, program.generation))
+            avals = () if word or getattr(residual, "takes_absent", False) else self._inexact(result.tensors)
+            kept = Kept(residual, request.remote, session.client_id, program.generation, avals)
+            token = self._residuals.add(kept)
         return result, token, elapsed
+
+    def _inexact(self, results: Sequence[Any]) -> list[Aval]:
+        """Shapes and dtypes of what has a cotangent."""
+        return [aval for aval in map(self._engine.aval, results) if aval.dtype.is_inexact]
+
+    def _zeros(self, aval: Aval) -> Any:
+        return self._engine.adopt(Carrier(np.zeros(aval.shape, aval.dtype.carrier), aval.dtype, True))
 
     @contextlib.contextmanager
     def _users_code(self, session: Session, call_id: int, is_interruptible: bool = True) -> Iterator[None]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence, Union
+from typing import Any, Callable, NamedTuple, Sequence, Union
 
 import numpy as np
 
 from gradwire_wire import messages
+from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ResidualLostError
 from gradwire_wire.messages import Call
 from gradwire_wire.words import linear_count
 from gradwire_workers.program import Program, Residual, Result, WorkerSite
-from gradwire_workers.residuals import Residuals
+from gradwire_workers.residuals import Kept, Residuals
 
 __all__ = ["Evaluated", "Request", "evaluate"]
 
@@ -36,15 +37,21 @@ Asked = Union[Call, Request]
 
 
 def evaluate(
-    program: Program, site: WorkerSite, word: Any, call: Asked, operands: Sequence[Any], residuals: Residuals
+    program: Program,
+    site: WorkerSite,
+    word: Any,
+    call: Asked,
+    operands: Sequence[Any],
+    residuals: Residuals,
+    zeros: Callable[[Aval], Any],
 ) -> Evaluated:
-    """The derived function at the operands.
+    """The derived function at the operands. ``zeros``: makes a tensor of them.
 
     An operand is None where the client left it out: it is needed only if the kept forward is gone.
     ResidualLostError then asks for it, or says that the forward must be run again by the caller.
     """
     if call.token:
-        derived = _from_residual(site, word, call, operands, residuals)
+        derived = _from_residual(site, word, call, operands, residuals, zeros)
         if derived is not None:
             return derived
         if (
@@ -65,18 +72,30 @@ def evaluate(
 
 
 def _from_residual(
-    site: WorkerSite, word: Any, call: Asked, operands: Sequence[Any], residuals: Residuals
+    site: WorkerSite,
+    word: Any,
+    call: Asked,
+    operands: Sequence[Any],
+    residuals: Residuals,
+    zeros: Callable[[Aval], Any],
 ) -> Evaluated | None:
     """From the graph kept under the call's token; None where there is none or it does not serve."""
     rows = call.token if type(call.token) is list else None
     token = call.token if rows is None else rows[0][0]
     kept = residuals.find(token, call.remote)
     linear = operands[len(operands) - linear_count(word) :]
-    if kept is None or len(word) <= call.token_ops or any(x is None for x in linear):
+    if kept is None or len(word) <= call.token_ops:
         return None
     op, further = word[call.token_ops], word[call.token_ops + 1 :]
     if op[0] not in "TJ":
         return None
+    if any(x is None for x in linear):
+        if op[0] == "J" or rows is not None or further or call.keep:
+            return None
+        whole = _linear_without_gaps(kept, linear, zeros)
+        if whole is None:
+            return None
+        linear = whole
     if op[0] == "T":
         residuals.note_pulled(token)
     if rows is not None:
@@ -86,6 +105,17 @@ def _from_residual(
     accumulate = site.accumulate and op[0] == "T"
     tensors, residual = kept.residual.derive(op, linear, keep=bool(call.keep), accumulate=accumulate)
     return Evaluated(Result(tensors), residual)
+
+
+def _linear_without_gaps(
+    kept: Kept, cotangents: Sequence[Any], zeros: Callable[[Aval], Any]
+) -> Sequence[Any] | None:
+    """Cotangents of which some are absent, as the residual takes them; None where it is not known what they are like."""
+    if getattr(kept.residual, "takes_absent", False):
+        return cotangents
+    if len(kept.results) != len(cotangents):
+        return None
+    return [zeros(aval) if x is None else x for x, aval in zip(cotangents, kept.results)]
 
 
 def _from_rows(

@@ -57,6 +57,8 @@ class Residual(Protocol):
 
         Any number of times. None in a pullback's results: that operand is not used. ``keep``: return
         the residual of this derivative as well. ``accumulate``: add parameter gradients to the module's own.
+        A residual that says ``takes_absent = True`` may be given None for a cotangent, where nothing leads to that result:
+        what reaches no other one is then not used. Others are given zeros.
         """
 
     def derive_rows(

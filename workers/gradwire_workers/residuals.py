@@ -8,7 +8,9 @@ already go first, the least recently used of them first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Iterable, NamedTuple
+from typing import Any, Iterable, NamedTuple, Sequence
+
+from gradwire_wire.carriers import Aval
 
 __all__ = ["Kept", "Residuals"]
 
@@ -19,12 +21,16 @@ PULLED_SHARE = 8
 
 
 class Kept(NamedTuple):
-    """A residual, whose it is, and the module generation it belongs to."""
+    """A residual, whose it is, and the module generation it belongs to.
+
+    results: shapes and dtypes of what a pullback takes cotangents for, where it must have each of them.
+    """
 
     residual: Any
     remote: int
     owner: bytes
     generation: int
+    results: Sequence[Aval] = ()
 
 
 class Residuals:

@@ -67,10 +67,10 @@ def ordered_effect() -> Any:
 
 
 def results_of(derived: Derived, operands: Sequence[Any]) -> list[Aval]:
-    """Shapes and dtypes of the results, the token left out. ``operands``: anything with shape and dtype."""
+    """Shapes and dtypes of the results, the token left out. ``operands``: values, which JAX may have as Python scalars, or abstract."""
     return result_avals(
         derived.word,
-        [tensors.aval(x) for x in operands],
+        [tensors.aval(x if hasattr(x, "shape") else _typeof(x)) for x in operands],
         lambda avals: derived.handle.spec(derived.site, avals).avals,
     )
 

@@ -228,6 +228,8 @@ def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
     if wrt:
         dense = [_zeros(ctx, i, operands) if c is None else c for i, c in given.items()]
         pullback = fn.then(("T", wrt, len(dense)), accumulate=accumulate)
+        if not fn.word:
+            pullback.absent = [len(operands) + k for k, c in enumerate(given.values()) if c is None]
         for i, c in zip(wrt, apply(pullback, (*operands, *dense), kept), strict=True):
             found[i] = c
     if anchored:

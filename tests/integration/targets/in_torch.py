@@ -110,6 +110,19 @@ class Counter(nn.Module):
         return x * self.calls.clone()
 
 
+class Heads(nn.Module):
+    """Two results, each with parameters of its own behind some that both have."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.actor, self.critic = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x):
+        h = torch.tanh(self.trunk(x))
+        return self.actor(h), self.critic(h)
+
+
 def make_dropout():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5))

@@ -29,6 +29,10 @@ def first_only(a, b):
     return 2 * a
 
 
+def apart(a, b):
+    return 2 * a, 3 * b
+
+
 def detached(a, b):
     return 2 * a, jax.lax.stop_gradient(a * b)
 

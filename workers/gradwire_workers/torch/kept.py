@@ -35,6 +35,7 @@ class Kept:
         "nbytes",
         "within",
     )
+    takes_absent = True
 
     def __init__(
         self,

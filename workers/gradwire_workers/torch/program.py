@@ -84,7 +84,9 @@ class TorchProgram:
 
     def place(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """The tensors on this worker's device."""
-        return tensors if self._device is None else [x.to(self._device) for x in tensors]
+        if self._device is None:
+            return tensors
+        return [None if x is None else x.to(self._device) for x in tensors]
 
     def trainable(self) -> list[Any]:
         """Parameters that pullbacks accumulate into."""

@@ -186,8 +186,11 @@ def pull(
     create_graph: bool = False,
     parameters: Sequence[Any] = (),
 ) -> list[Any]:
-    """Cotangents of ``wrt`` (None where unused), and gradients added to ``parameters``. Keeps the graph."""
-    pairs = [(y, c) for y, c in zip(results, cotangents) if y.requires_grad]
+    """Cotangents of ``wrt`` (None where unused), and gradients added to ``parameters``. Keeps the graph.
+
+    cotangents: None where nothing leads to that result.
+    """
+    pairs = [(y, c) for y, c in zip(results, cotangents) if c is not None and y.requires_grad]
     inputs = [x for x in wrt if x.requires_grad]
     if not pairs or not (inputs or parameters):
         return [None] * len(wrt)
