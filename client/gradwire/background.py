@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradwire_wire.errors import ForkedError
+from gradwire_wire.errors import ForkedError, MemoryExhaustedError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Background", "futures_in", "is_ours", "raising", "with_results"]
+__all__ = ["Background", "futures_in", "is_ours", "no_thread", "raising", "with_results"]
 
 
 class Background:
-    """Runs what is submitted on at most ``threads`` threads, started when they are needed."""
+    """Runs what is submitted on at most ``threads`` threads, started when they are needed.
+
+    Once closed it still runs what it is given, and no thread of it stays idle.
+    """
 
     def __init__(self, name: str, threads: int = 8) -> None:
         self._name, self._limit = name, threads
         self._pid = os.getpid()
-        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads = 0
-        self._busy = 0
+        self._waiting: deque[tuple[Future[Any] | None, Callable[[], Any]]] = deque()
+        self._lock = threading.RLock()  # a handler of signals may submit where its thread has it
+        self._changed = threading.Condition(self._lock)
+        self._threads = self._idle = 0
         self._is_closed = False
 
     def submit(self, act: Callable[[], Any]) -> Future[Any]:
@@ -61,24 +64,48 @@ class Background:
         return Future()
 
     def start(self, future: Future[Any] | None, act: Callable[[], Any]) -> None:
-        """Have ``act()`` done for a future, which is perhaps running already, or for nobody."""
+        """Have ``act()`` done for a future, which is perhaps running already, or for nobody.
+
+        Where no thread can be had at all, the future fails with MemoryExhaustedError; what is for nobody is done here.
+        """
+        problem = None
         with self._lock:
-            self._busy += 1
-            if self._busy > self._threads and self._threads < self._limit:
-                self._threads += 1
-                threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
-        self._waiting.put((future, act))
+            if len(self._waiting) >= self._idle and self._threads < self._limit:
+                problem = self._grow()
+            if self._threads:
+                self._waiting.append((future, act))
+                self._changed.notify()
+                return
+        self._run(future, raising(no_thread(problem)) if future is not None else act)
+
+    def _grow(self) -> Exception | None:
+        """One thread more; or why there is none (lock held)."""
+        self._threads += 1
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            self._threads -= 1
+            return error
+        return None
 
     def _work(self) -> None:
-        while True:
-            item = self._waiting.get()
-            if item is None:
-                return
+        while (item := self._next()) is not None:
             future, act = item
             self._run(future, act)
             del item, future, act  # or an idle thread would keep the last result alive
-            if self._is_closed and self._waiting.empty():
-                return
+
+    def _next(self) -> tuple[Future[Any] | None, Callable[[], Any]] | None:
+        """What is to be done next; None where that is nothing, and then this thread counts no more."""
+        with self._lock:
+            self._idle += 1
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+            self._idle -= 1
+            if self._waiting:
+                return self._waiting.popleft()
+            self._threads -= 1
+            return None
 
     def _run(self, future: Future[Any] | None, act: Callable[[], Any]) -> None:
         try:
@@ -89,17 +116,20 @@ class Background:
         except BaseException as error:
             if future is not None:
                 future.set_exception(error)
-        finally:
-            with self._lock:
-                self._busy -= 1
 
     def close(self) -> None:
         """Let the threads end once they are idle."""
         with self._lock:
             self._is_closed = True
-            for _ in range(self._threads):
-                self._waiting.put(None)
-            self._threads = 0
+            self._changed.notify_all()
+
+
+def no_thread(problem: Exception | None) -> MemoryExhaustedError:
+    """What is raised where this process cannot start a thread that it needs."""
+    return MemoryExhaustedError(
+        f"this process cannot start another thread: {problem}. End some, or raise the limit on threads and processes "
+        "(ulimit -u, pids.max of the container); a program that is ending starts none"
+    )
 
 
 class _After:

@@ -80,8 +80,7 @@ class Bridge:
         self._memory = Memory(shared_limit(), link.folder)
         self._workers: dict[str, Worker] = {}
         self._starting: set[str] = set()  # names that are given away, of workers that are not there yet
-        self._naming = threading.Lock()
-        self._attaching = threading.Lock()
+        self._naming, self._attaching = threading.RLock(), threading.RLock()
         self._closed = False
         link.every_second(self._every_second)
 

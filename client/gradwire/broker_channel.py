@@ -59,8 +59,8 @@ class BrokerChannel:
         )
         self.thread.listen(self._dealer, self._hear_all)
         self._send(control.Attach(control.PROTOCOL, broker.token, self._pid))
-        _open_channels.add(self)
         self.thread.start()
+        _open_channels.add(self)
 
     def send_soon(self, message: Any) -> None:
         """Does not wait; what a broker that is gone would have got is dropped."""

@@ -74,7 +74,13 @@ class BrokerLink:
 
     @classmethod
     def _attached_to(cls, broker: Broker, deadline: float) -> BrokerLink:
-        link = cls(broker)
+        try:
+            link = cls(broker)
+        except BaseException:  # no thread, no descriptor
+            if broker.ends_with_us:
+                broker.kill()
+            broker.close()
+            raise
         try:
             if not link._news.wait_attached(deadline - time.monotonic()):
                 raise ConnectError(

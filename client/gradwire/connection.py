@@ -79,7 +79,7 @@ class Connection:
         self._seen = Seen()
         self.released: deque[int] = deque()
         self._gone = threading.Event()
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()
         self._broken: str | None = None
         self._pipeline: Pipeline | None = None
         self._closed = False
@@ -491,6 +491,8 @@ class Connection:
     def _open_pipeline(self, background: Background) -> Pipeline | None:
         from gradwire.pipeline import Pipeline  # whoever never submits does without
 
+        if self._opening._is_owned():  # type: ignore[attr-defined]
+            return None  # a handler of signals has interrupted just this
         with self._opening:
             if self._pipeline is None or self._pipeline.is_over:
                 lane = self._lines.open_pipeline_lane()

@@ -48,7 +48,7 @@ class Handle:
         self._connect, self._kind, self._target = connect, kind, target
         self._structure = structure
         self._carriers = [Carrier(c.array.copy(order="K"), c.dtype) for c in carriers]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals must not wait for what it has interrupted
         self._loaded: Connection | None = None
         self._remote = 0
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}

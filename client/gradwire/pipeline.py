@@ -3,17 +3,23 @@
 Theory of operation. Who submits describes and encodes the call in its own thread, so that small arguments are taken
 at once, and puts it behind the others; a single thread per connection, started by the first call, reads the answers::
 
-    submit ─► encode ─► outbox ─► lane ═════► worker        (at most WINDOW calls, NBYTES bytes of arguments)
+    submit ─► encode ─► unsent ─► lane ═════► worker        (at most WINDOW calls, NBYTES bytes of arguments)
       │ no room: wait, or                       │
       └──► waiting ─► encoded when there is     │
                                                 ▼
     Future.result() ◄── complete ◄── decode ◄── lane        (the pump: one thread, asleep while nothing is under way)
 
-The outbox goes to a worker that has nothing to do at once, and else in packets of several calls, which a worker serves
+What is unsent goes to a worker that has nothing to do at once, and else in packets of several calls, which a worker serves
 without a sleep in between: that is what makes it faster than calls in turn. Answers come in the order of the
-calls. ``_lock`` guards the order and the window; nobody waits, sends or runs foreign code while holding it. Futures of
-one connection share a condition: many answers at once wake who waits once. Callbacks of others than ours run in the
-background's threads, since they may wait for what the pump is to bring.
+calls. ``_lock`` guards the order and the window; nobody waits, sends or runs foreign code while holding it. Who waits for a
+future waits on a condition that those of one connection share: many answers at once wake it once. But each future has a lock of
+its own, for `concurrent.futures.wait` holds those of many at once, in an order that knows nothing of shared ones. (Locks are
+taken in this order: ``_lock``, a future's, ``_finished``.) Callbacks of others than ours run in the background's threads, since
+they may wait for what the pump is to bring.
+
+Handlers of signals (Ctrl-C) may raise, or call in here, between any two steps of the main thread. So a call is under way
+by one `append`, which is the last that can fail; a packet is sent and noted as sent in one step (`Lane.send_and_note`); the pump is
+awake before there is something for it; locks are those of C, and can be taken again by whoever has them.
 
 A call is *waiting* (it can be cancelled), then *under way*, then done. At the end of worker or connection, calls under way fail,
 and those that wait are made the ordinary way, which may start the worker again or says why not. A deadline counts
@@ -32,7 +38,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from gradwire.background import Background, is_ours, raising
+from gradwire.background import Background, is_ours, no_thread, raising
 from gradwire.plans import Plan, signature_of
 from gradwire.site import Outcome, Site
 from gradwire_wire import messages, sockets
@@ -70,17 +76,36 @@ LOOK_S = 0.1
 AT_ONCE = 32
 """Answers that are read before anybody is told of them."""
 _RUNNING, _FINISHED = "RUNNING", "FINISHED"
+_OVER = frozenset({_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"})
+_RLock: Any = type(threading.RLock())
+"""The class in C: to take it by `with` is one step, which no handler of signals interrupts."""
 
 
 class _Elsewhere(Exception):
     """The call cannot go by the pipeline; nothing was sent or lent."""
 
 
-class CallFuture(Future[Any]):
-    """A future that shares its condition with others of its connection."""
+class _OwnLock(_RLock):
+    """What a `Future` takes for its condition: a lock of its own, and who is to be woken waits elsewhere."""
 
-    def __init__(self, condition: threading.Condition) -> None:
-        self._condition = condition
+    finished: threading.Condition
+
+    def notify_all(self) -> None:
+        """What was done to the future is seen by whoever waits for any of the connection."""
+        with self.finished._lock:  # type: ignore[attr-defined]
+            self.finished.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Nobody waits here: see `CallFuture.wait`."""
+        return False
+
+
+class CallFuture(Future[Any]):
+    """A future for which one waits on the condition of its connection."""
+
+    def __init__(self, finished: threading.Condition) -> None:
+        self._condition = lock = _OwnLock()
+        lock.finished = finished
         self._state = "PENDING"
         self._result: Any = None
         self._exception: BaseException | None = None
@@ -102,8 +127,13 @@ class CallFuture(Future[Any]):
 
     def wait(self, timeout: float | None = None) -> None:
         """Until it is done or cancelled, or the seconds have passed."""
-        with self._condition:
-            self._condition.wait_for(self.done, timeout)
+        finished: Any = self._condition.finished  # type: ignore[attr-defined]
+        with finished._lock:
+            finished.wait_for(self._is_over, timeout)
+
+    def _is_over(self) -> bool:
+        """As `done`, without the future's lock, which is not to be taken here."""
+        return self._state in _OVER
 
 
 class Submission:
@@ -118,6 +148,7 @@ class Submission:
         "call_id",
         "carriers",
         "chain",
+        "frame",
         "future",
         "handle",
         "is_abandoned",
@@ -125,6 +156,7 @@ class Submission:
         "is_new",
         "key",
         "nbytes",
+        "number",
         "plan",
         "remote",
         "signature",
@@ -147,7 +179,8 @@ class Submission:
         self.key = (remote, site.number, tuple(chain) if chain else (), signature)
         self.nbytes = sum([c.array.nbytes for c in carriers])
         self.is_abandoned = self.is_new = self.is_fresh = False
-        self.call_id = 0
+        self.call_id = self.number = 0
+        self.frame = b""
         self.plan: Plan | None = None
         self.future: Any = None
 
@@ -159,12 +192,15 @@ class Pipeline:
         """Takes over the lane."""
         self._connection, self._lane, self._background = connection, lane, background
         self._exchange = connection.exchange
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._room, self._work = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._finished = threading.Condition(threading.RLock())
-        self._outbox: deque[bytes] = deque()
-        self._sending = threading.Lock()  # who has it takes frames out of the outbox
+        self._finished_lock = threading.RLock()
+        self._finished = threading.Condition(self._finished_lock)
         self._under_way: deque[Submission] = deque()
+        self._number = 0  # of the last call that is under way; they are numbered from 1
+        self._sent = deque([0], maxlen=1)  # the number of the last one that was sent
+        self._sending = threading.Lock()  # who has it sends
+        self._sender = 0  # that thread
         self._waiting: deque[Submission] = deque()
         self._nbytes = 0
         self._blocked = 0
@@ -191,9 +227,14 @@ class Pipeline:
     # -- submitting ------------------------------------------------------------------------------
 
     def submit(self, call: Submission, may_wait: bool, future: Any = None) -> Future[Any] | None:
-        """The call's future; None where it cannot go this way. Waits for room if it may. Raises what refuses the arguments."""
+        """The call's future; None where it cannot go this way. Waits for room if it may. Raises what refuses the arguments.
+
+        MemoryExhaustedError where there is no thread to read the answers.
+        """
         call.is_fresh = future is None
         call.future = future or CallFuture(self._finished)
+        if self._lock._is_owned() or self._sender == threading.get_ident():  # type: ignore[attr-defined]
+            return None  # a handler of signals has interrupted just this
         with self._lock:
             has_room = self._has_room(call.nbytes) or self._wait_for_room(call.nbytes, may_wait)
             if self._is_over:
@@ -201,13 +242,12 @@ class Pipeline:
             if not has_room:
                 self._put_off(call)
                 return call.future
+            self._wake()
             try:
                 self._begin(call)
             except _Elsewhere:
                 return None
-            if self._is_idle or self._thread is None:
-                self._wake()
-        unsent = len(self._outbox)
+        unsent = self._number - self._sent[-1]
         if unsent >= BATCH or call.nbytes > SOON or unsent >= len(self._under_way):
             self._flush()
         return call.future
@@ -242,60 +282,60 @@ class Pipeline:
             call.future._state = _RUNNING
         elif not call.future.set_running_or_notify_cancel():
             return
-        frame: Any = None
-        try:
-            frame = self._encoded(call)
-            self._under_way.append(call)
-            self._outbox.append(frame)
-        except BaseException:
-            was_put = bool(self._outbox) and self._outbox[-1] is frame
-            if self._under_way and self._under_way[-1] is call and not was_put:
-                self._under_way.pop()  # Ctrl-C in between
-            raise
+        is_first, now = not self._under_way, time.perf_counter()
+        call.frame = self._encoded(call)
         call.carriers, call.again = [], None
         self._nbytes += call.nbytes
-        if len(self._under_way) == 1:
-            self._since = time.perf_counter()
+        if is_first:
+            self._since = now
+        call.number = self._number = self._number + 1
+        self._under_way.append(call)  # nothing that can fail comes after this, nor between it and the frame
 
     def _wake(self) -> None:
-        if self._thread is None:
+        """The pump is there, and will look what is under way (lock held, and before it is)."""
+        if self._is_idle:
+            self._work.notify()
+        elif self._thread is None:
             name = f"gradwire-{self._connection.facts.name}-answers"
             self._thread = threading.Thread(target=self._pump, name=name, daemon=True)
-            self._thread.start()
-        else:
-            self._work.notify()
+            try:
+                self._thread.start()
+            except BaseException as error:
+                self._thread = None  # and should it have been started all the same, it ends: see `_pump`
+                if isinstance(error, (RuntimeError, MemoryError)):
+                    raise no_thread(error) from error
+                raise
 
     def _flush(self) -> None:
-        """Send what the lane takes of the outbox; the rest goes when answers have come. One thread at a time (no lock held)."""
-        while self._outbox and self._sending.acquire(False):
-            try:
-                was_taken = self._send_packet()
-            finally:
-                self._sending.release()
-            if not was_taken:
-                return
+        """Send what the lane takes of what is unsent; the rest goes when answers have come. One thread at a time (no lock held)."""
+        while self._sent[-1] < self._number and not self._sending.locked():
+            with self._sending:
+                self._sender = threading.get_ident()
+                try:
+                    if not self._send_packet():
+                        return
+                finally:
+                    self._sender = 0
 
     def _send_packet(self) -> bool:
-        """Send the first frames of the outbox. Whether the lane took them."""
-        outbox = self._outbox
-        frames = _of_one_packet(outbox)
+        """Send the first frames that are unsent. Whether the lane took them."""
+        calls = list(self._under_way)
+        first = self._sent[-1] + 1 - calls[0].number if calls else 0
+        frames = _of_one_packet([call.frame for call in calls[first : first + MAX_BATCH]])
         try:
-            was_taken = bool(frames) and self._send_frames(frames)
+            return bool(frames) and self._send_frames(frames)
         except sockets.Unreachable:
-            outbox.clear()  # whoever reads answers will see it, and why
-            return False
-        if was_taken:
-            for _ in frames:
-                outbox.popleft()
-        return was_taken
+            return False  # whoever reads answers will see it, and why
 
     def _send_frames(self, frames: list[bytes]) -> bool:
+        lane, note, sent = self._lane, self._sent.append, self._sent[-1]
         try:
-            return self._lane.send_if_room(frames[0] if len(frames) == 1 else batch_of(frames))
+            packet = frames[0] if len(frames) == 1 else batch_of(frames)
+            return lane.send_and_note(packet, note, sent + len(frames))
         except TooLong:  # the system is short of buffers, or has small ones
-            del frames[1:]
+            pass
         with contextlib.suppress(TooLong):
-            return self._lane.send_if_room(frames[0])
+            return lane.send_and_note(frames[0], note, sent + 1)
         return False
 
     # -- encoding (lock held) ----------------------------------------------------------------------
@@ -340,6 +380,9 @@ class Pipeline:
                 raise _Elsewhere
         except BaseException:
             self._exchange.take_back(headers)
+            if call.is_new:
+                call.plan, call.is_new = None, False
+                self._making.discard(call.key)
             raise
         return frame
 
@@ -365,13 +408,16 @@ class Pipeline:
             return None
         self._next_number = (number + 1) % MAX_PLANS
         self._plans.pop(self._numbered.pop(number, None), None)  # the worker forgets it now
-        self._making.add(call.key)
         call.plan, call.is_new = plan, True
+        self._making.add(call.key)
         return frame
 
     # -- the pump ------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return
         try:
             while self._wait_for_work():
                 self._read()
@@ -506,20 +552,23 @@ class Pipeline:
 
     def _complete(self, done: Sequence[tuple[Submission, Any, BaseException | None]]) -> None:
         """Tell the futures, and then their callbacks."""
-        with self._finished:
-            for call, result, error in done:
-                if not call.is_abandoned and call.future._condition is self._finished:
-                    _finish(call.future, result, error)
+        for call, result, error in done:
+            if not call.is_abandoned and self._is_ours(call.future):
+                _finish(call.future, result, error)
+        with self._finished_lock:
             self._finished.notify_all()
         for call, result, error in done:
             if error is not None:
                 self._note_error(call, error)
             if call.is_abandoned:
                 continue
-            if call.future._condition is not self._finished:  # made before the worker was restarted
+            if not self._is_ours(call.future):  # made before the worker was restarted
                 self._background.start(call.future, _giving(result) if error is None else raising(error))
             elif call.future._done_callbacks:
                 self._call_back(call.future)
+
+    def _is_ours(self, future: Any) -> bool:
+        return getattr(future._condition, "finished", None) is self._finished
 
     def _note_error(self, call: Submission, error: BaseException) -> None:
         if isinstance(error, WorkerDiedError):
@@ -569,10 +618,9 @@ class Pipeline:
         with self._lock:
             latest = [*self._waiting][-1:] or [*self._under_way][-1:]
         if latest and threading.current_thread() is not self._thread:
-            with self._finished:
-                while not latest[
-                    0
-                ].future.done():  # which may be a future of a former connection, with another condition
+            future = latest[0].future  # perhaps of a former connection, with another condition
+            with self._finished_lock:
+                while future._state not in _OVER:
                     self._finished.wait(LOOK_S)
 
     def close(self) -> None:
@@ -596,21 +644,23 @@ def _tree(call: Submission, outcome: Outcome) -> Any:
 
 
 def _finish(future: Any, result: Any, error: BaseException | None) -> None:
-    """Condition held; callbacks are called later."""
-    future._result, future._exception, future._state = result, error, _FINISHED
-    for waiter in future._waiters:
-        if error is None:
-            waiter.add_result(future)
-        else:
-            waiter.add_exception(future)
+    """Whoever waits for it is woken later, and callbacks are called later."""
+    with future._condition:
+        if future._state == _FINISHED:  # somebody's who interrupted its submission
+            return
+        future._result, future._exception, future._state = result, error, _FINISHED
+        for waiter in future._waiters:
+            if error is None:
+                waiter.add_result(future)
+            else:
+                waiter.add_exception(future)
 
 
-def _of_one_packet(outbox: deque[bytes]) -> list[bytes]:
-    """The first frames: as many as go into one packet. Others may append meanwhile, which an iterator would not survive."""
+def _of_one_packet(unsent: list[bytes]) -> list[bytes]:
+    """The first frames: as many as go into one packet."""
     frames: list[bytes] = []
     nbytes = 0
-    for i in range(min(len(outbox), MAX_BATCH)):
-        frame = outbox[i]
+    for frame in unsent[:MAX_BATCH]:
         nbytes += 4 + len(frame)
         if frames and nbytes > BATCH_NBYTES:
             break

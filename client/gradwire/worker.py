@@ -62,7 +62,7 @@ class Worker:
     def __init__(self, link: BrokerLink, memory: Memory, spec: WorkerSpec, restart: str = "never") -> None:
         self._restarts = Restarts(restart)
         self._link, self._memory, self._spec = link, memory, spec
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals must not wait for what it has interrupted
         self._ending = threading.Event()
         self._background = Background(f"gradwire-{spec.name}")
         self._closed = False

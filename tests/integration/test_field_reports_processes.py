@@ -435,6 +435,87 @@ print(answered > 100, worker.stats()["lent"])
     assert int(output.split()[1]) <= 3, output
 
 
+def test_r62_interrupts_while_calls_are_submitted_repeat_none_and_lose_none() -> None:
+    """The worker counts: each number once, in order; and each future that was returned has its own result."""
+    code = """
+import gc, itertools, random
+note, noted = worker.function("submitted:note"), worker.function("submitted:noted")
+noted(x); note.submit(np.zeros(1)).result(); noted(x)
+raised = itertools.cycle([KeyboardInterrupt, TimeoutError, ZeroDivisionError])
+def ring(*_): raise next(raised)("interrupted")
+signal.signal(signal.SIGUSR1, ring)
+over, met = threading.Event(), 0
+def shoot():
+    while not over.wait(0.001 + 0.004 * random.random()): os.kill(os.getpid(), signal.SIGUSR1)
+threading.Thread(target=shoot, daemon=True).start()
+futures, numbers, deadline = [], itertools.count(), time.monotonic() + 3
+while time.monotonic() < deadline or met < 100:
+    try:
+        while True:
+            number = next(numbers)
+            call = note.submit(np.full(1 + number % 3 * 2000, float(number)))
+            futures.append((number, call))
+            if number % 64 == 0: call.result(20)
+            if time.monotonic() > deadline: break
+    except (KeyboardInterrupt, ZeroDivisionError): met += 1
+    except TimeoutError as error:
+        assert str(error) == "interrupted", repr(error)
+        met += 1
+signal.signal(signal.SIGUSR1, signal.SIG_IGN); over.set()
+for number, call in futures:
+    try: assert call.result(20)[0] == number
+    except (KeyboardInterrupt, TimeoutError, ZeroDivisionError) as error: assert str(error) == "interrupted", repr(error)
+made = noted(x).tolist()
+assert sorted(set(made)) == made, "one was made twice, or out of turn"
+del call
+futures.clear()
+for _ in range(3): gc.collect(); double(np.ones(2000)); time.sleep(0.1)
+assert worker.stats()["lent"] < 50, worker.stats()
+print(met >= 100 and len(made) > 1000)
+"""
+    with running(code) as one:
+        output, errors = one.communicate(timeout=60)
+    assert output == "True\n", output + errors
+
+
+@pytest.mark.parametrize("load", ["double(big)", "double.submit(big).result(20)", "worker.restart()"])
+def test_r62_a_handler_of_signals_may_call_and_close(load: str) -> None:
+    """At any moment: what it does is done, or refused with a sentence; it never waits for what it has interrupted."""
+    code = f"""
+import random
+big = np.arange(20_000.0)
+acts = [lambda: double(x), lambda: double(big), lambda: bridge.stats(), lambda: double.submit(x).result(20)]
+{"acts.pop()  # what another thread does waits for the restart, and so for this one" if "restart" in load else ""}
+inside, met, refused = False, 0, 0
+def handle(*_):
+    global inside, met, refused
+    if inside: return
+    inside = True
+    try: acts[met % len(acts)]()
+    except gw.WorkerDiedError: pass  # it was just being restarted
+    except gw.UsageError as error:
+        assert "handler of signals" in str(error), error
+        refused += 1
+    finally: inside, met = False, met + 1
+signal.signal(signal.SIGUSR1, handle)
+over = threading.Event()
+def shoot():
+    while not over.wait(0.005 * random.random()): os.kill(os.getpid(), signal.SIGUSR1)
+threading.Thread(target=shoot, daemon=True).start()
+deadline = time.monotonic() + 1
+while time.monotonic() < deadline: {load}
+over.set(); time.sleep(0.05)
+assert (double(big) == 2 * big).all() and met > 10 and refused < met, (met, refused)
+def leave(*_): bridge.close(); sys.exit(7)
+signal.signal(signal.SIGUSR1, leave)
+threading.Timer(0.3 * random.random(), os.kill, [os.getpid(), signal.SIGUSR1]).start()
+while True: {load}
+"""
+    with running(code) as one:
+        _, errors = one.communicate(timeout=30)
+    assert one.returncode == 7, errors
+
+
 def test_r62_an_alarm_of_the_users_ends_a_call_as_ctrl_c_does() -> None:
     """Its handler raises what it likes: the program sees that, and the worker's call ends as well."""
     code = """

@@ -1,41 +1,143 @@
-"""What threads share in a pipeline, without a worker. With one: tests/integration/test_submit.py."""
+"""What threads share in a pipeline and behind it, without a worker. With one: tests/integration/test_submit.py."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import deque
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any
 
-from gradwire.pipeline import BATCH_NBYTES, _of_one_packet
+import pytest
+
+from gradwire.background import Background, raising
+from gradwire.pipeline import BATCH_NBYTES, CallFuture, _finish, _of_one_packet
 from gradwire_wire.batches import MAX_BATCH
+from gradwire_wire.errors import MemoryExhaustedError
 
 
 def test_a_packet_is_the_first_frames_that_fit() -> None:
     frames = [bytes(10)] * (MAX_BATCH + 5)
-    assert _of_one_packet(deque(frames)) == frames[:MAX_BATCH]
-    assert _of_one_packet(deque()) == []
+    assert _of_one_packet(frames) == frames[:MAX_BATCH]
+    assert _of_one_packet([]) == []
     long = bytes(BATCH_NBYTES)
-    assert _of_one_packet(deque([long, b"x"])) == [long]
-    assert _of_one_packet(deque([b"x", long])) == [b"x"]
+    assert _of_one_packet([long, b"x"]) == [long]
+    assert _of_one_packet([b"x", long]) == [b"x"]
 
 
-def test_others_append_while_a_packet_is_made() -> None:
-    outbox: deque[bytes] = deque()
-    is_over = threading.Event()
+# ---- Futures -----------------------------------------------------------------------------------------------------------
 
-    def append() -> None:
-        while not is_over.is_set():
-            outbox.append(b"frame")
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    other = threading.Thread(target=append)
-    other.start()
+@pytest.fixture
+def futures() -> list[CallFuture]:
+    """Two of each of two connections."""
+    conditions = [threading.Condition(threading.RLock()) for _ in range(2)]
+    return [CallFuture(conditions[i % 2]) for i in range(4)]
+
+
+def in_thread(act: Callable[[], Any]) -> Future[Any]:
+    done: Future[Any] = Future()
+    threading.Thread(target=lambda: done.set_result(act()), daemon=True).start()
+    return done
+
+
+def test_who_holds_the_locks_of_some_keeps_nobody_from_those_of_others(futures: list[CallFuture]) -> None:
+    """`concurrent.futures.wait` holds many at once, in the order of their addresses: with shared ones two of it would
+    wait for each other."""
+    first, second, third, fourth = futures
+    with first._condition, second._condition:
+        waited = in_thread(lambda: wait([third, fourth], 0.01))
+        assert waited.result(5).not_done == {third, fourth}
+    waited = in_thread(lambda: wait(futures))
+    for future in futures:
+        _finish(future, 7, None)
+    assert waited.result(5).done == set(futures)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "result", "error"])
+def test_who_waits_is_woken(futures: list[CallFuture], end: str) -> None:
+    future = futures[0]
+    waiting = in_thread(lambda: future.exception(20) if end != "cancelled" else outcome_of(future))
+    time.sleep(0.05)
+    if end == "cancelled":
+        assert future.cancel() and waiting.result(5) == "cancelled"
+        return
+    error = ValueError("bad 42") if end == "error" else None
+    if end == "result":
+        future.set_result(7)
+    else:
+        future.set_exception(error)
+    assert waiting.result(5) is error
+    with pytest.raises(TimeoutError):
+        futures[1].result(0.01)
+
+
+def outcome_of(future: Future[Any]) -> str:
     try:
-        for _ in range(3000):
-            for _ in _of_one_packet(outbox):
-                outbox.popleft()
-    finally:
-        is_over.set()
-        other.join()
-        sys.setswitchinterval(before)
+        return str(future.result(20))
+    except CancelledError:
+        return "cancelled"
+
+
+def test_the_first_outcome_stays(futures: list[CallFuture]) -> None:
+    _finish(futures[0], 1, None)
+    _finish(futures[0], None, ValueError("late"))
+    assert futures[0].result(0) == 1
+
+
+# ---- Threads behind it --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def background() -> Iterator[Background]:
+    made = Background("test", threads=3)
+    yield made
+    made.close()
+
+
+def test_no_more_threads_than_allowed_and_all_is_done(background: Background) -> None:
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def act() -> int:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.002)
+        with lock:
+            at_once -= 1
+        return 1
+
+    assert sum(f.result(20) for f in [background.submit(act) for _ in range(100)]) == 100
+    assert most <= 3
+
+
+def test_after_its_close_everything_is_still_done(background: Background) -> None:
+    """What is submitted to a closed worker is told so, each time."""
+    background.submit(lambda: 1).result(5)
+    background.close()
+    for _ in range(20):
+        with pytest.raises(ValueError, match="closed"):
+            background.submit(raising(ValueError("closed"))).result(5)
+    deadline = time.monotonic() + 5
+    while any(t.name.startswith("test-") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_without_any_thread_futures_fail_and_callbacks_are_called(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def start(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(10):
+            with pytest.raises(MemoryExhaustedError, match="ulimit -u"):
+                background.submit(lambda: 1).result(5)
+        called: list[int] = []
+        background.start(None, lambda: called.append(1))
+        assert called == [1]
+    assert background.submit(lambda: 1).result(5) == 1

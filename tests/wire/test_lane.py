@@ -52,6 +52,23 @@ def test_waiting_has_an_end(ends: tuple[Lane, Lane]) -> None:
     assert 0.02 < time.monotonic() - start < 5
 
 
+def test_a_packet_is_sent_and_noted_or_neither(ends: tuple[Lane, Lane]) -> None:
+    client, worker = ends
+    noted: list[int] = []
+    assert client.send_and_note(b"\x91", noted.append, 1) and noted == [1]
+    packet = b"\x91" * (MAX_PACKET // 2)
+    while client.send_and_note(packet, noted.append, len(noted) + 1):
+        pass
+    received = []
+    while (frames := worker.receive_nowait()) is not None:
+        received.append(frames)
+    assert len(received) == len(noted) == noted[-1]
+    worker.close()
+    with pytest.raises(Unreachable):
+        client.send_and_note(packet, noted.append, 0)
+    assert noted[-1] != 0
+
+
 class Alarm(ConnectionError, TimeoutError):
     """What many write an alarm's handler with is an OSError, like those of a broken socket."""
 

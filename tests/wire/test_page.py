@@ -164,6 +164,23 @@ def test_a_lost_bell_is_rung_again(ends: tuple[ClientPage, WorkerPage]) -> None:
     assert look(worker, worker.receive_nowait()) == b"\1one"
 
 
+def test_it_is_rung_once_though_the_worker_says_that_it_is_awake(ends: tuple[ClientPage, WorkerPage]) -> None:
+    """One that forgets a page it was awake for must not keep that page's client waiting for ever."""
+    client, worker = ends
+    worker._look(page.ROUND)
+    show(client, b"\1one")
+    with pytest.raises(BlockingIOError):
+        worker._socket.recv(10, socket.MSG_DONTWAIT)
+    for _ in range(3):
+        with pytest.raises(Again):
+            client.receive()
+    assert look(worker, worker.receive_nowait()) == b"\1one"
+    with pytest.raises(BlockingIOError):
+        worker._socket.recv(10, socket.MSG_DONTWAIT)
+    show(worker, b"\2two")
+    assert look(client, client.receive()) == b"\2two"
+
+
 def test_a_bell_without_a_frame_is_nothing(ends: tuple[ClientPage, WorkerPage]) -> None:
     client, worker = ends
     client._ring()

@@ -5,9 +5,11 @@
                        else: one copy into a slot of this process's arena
     borrow  header  ─► bytes in the message: a copy;  in a segment: a leased view, no copy
 
-A lock guards the arena, the loans and the tether; nobody waits while holding it, and nobody's
-finalizers run under it but our own. Those never take it: they mark a ledger or append to a deque
-(see segments.py). Nothing here is specific to client or worker.
+A lock guards the arena, the loans and the tether; nobody waits while holding it. Our own finalizers
+never take it: they mark a ledger or append to a deque (see segments.py). A handler of signals, or a finalizer of
+the user's, may come while its own thread has the lock: it must neither wait for it nor find half of a step done. To
+lend is refused then, and what else it may do (close a worker or the bridge) is postponed, or harmless. Nothing
+here is specific to client or worker.
 
 *Two live loans to one peer never share a page*: its private copies of a page end with the loan that made
 them, and what one view wrote another must not see. So memory that is lent by reference already is copied
@@ -22,6 +24,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from typing import Any, Sequence, Union
 
 import numpy as np
@@ -36,6 +39,7 @@ from gradwire_wire.errors import (
     MemoryExhaustedError,
     ProtocolError,
     UnsupportedTensorError,
+    UsageError,
 )
 from gradwire_wire.headers import (
     IS_COPIED,
@@ -75,11 +79,12 @@ class Memory:
 
     def __init__(self, limit: int | None = None, folder: str | None = None) -> None:
         """limit: bytes. ``folder``: of mode 0700, for files where there is no memfd."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.limit, self.folder = limit, folder
         self.arena = Arena(self._make_segment, self._take_pages)
         self.is_shared = True
         self._peers: list[Exchange] = []
+        self._leaving: deque[Exchange] = deque()
         self._orphans: list[Lease] = []  # what we had lent on to peers that died: it may be looked at still
         self._held: weakref.WeakValueDictionary[int, SlotHolder] = weakref.WeakValueDictionary()
 
@@ -94,9 +99,25 @@ class Memory:
         with self.lock:
             self._peers.append(peer)
 
+    def check_free(self) -> None:
+        """Raises UsageError in whoever has interrupted this thread while it changes what the lock guards."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            raise UsageError(
+                "a handler of signals, or a finalizer, makes a call while this very thread is about to lend or take memory for "
+                "another one. Have it set a flag, or make its call in a thread of its own"
+            )
+
     def leave(self, peer: Exchange) -> None:
         """The peer is gone: its loans end. What it had not returned others may look at still, and is retired."""
-        with self.lock:
+        self._leaving.append(peer)
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            with self.lock:
+                self._see_off()
+
+    def _see_off(self) -> None:
+        """Take leave of peers that are gone (lock held)."""
+        while self._leaving:
+            peer = self._leaving.popleft()
             if peer in self._peers:
                 self._peers.remove(peer)
             peer.settle()
@@ -106,12 +127,14 @@ class Memory:
                     self.arena.retire(thing)
                 elif type(thing) is Lease:
                     self._orphans.append(thing)
+            peer.forget()
 
     def take(self, nbytes: int) -> Slot:
         """A slot; takes the lock. Where memory is short, what garbage holds here and at the peers is freed first.
 
         Raises MemoryExhaustedError, or SharingUnavailableError where no memory can be shared at all.
         """
+        self.check_free()
         try:
             return self._take(nbytes)
         except MemoryExhaustedError:
@@ -131,6 +154,7 @@ class Memory:
     def _take(self, nbytes: int, is_short: bool = False) -> Slot:
         """Looks for returned loans of every peer before it asks the system for more."""
         with self.lock:
+            self._see_off()
             for peer in self._peers:
                 peer.settle()
             if is_short:
@@ -225,6 +249,7 @@ class Exchange:
 
         MemoryExhaustedError where a slot cannot be had: nothing is lent then.
         """
+        self._memory.check_free()
         if len(self.loans):
             with self._memory.lock:
                 self.settle()
@@ -266,6 +291,7 @@ class Exchange:
 
     def lend_shared(self, carrier: Carrier) -> tuple[int, int, int, int]:
         """Lend a C-contiguous tensor: segment, byte offset, loan and flags. `NotShared`, or as `lend` raises."""
+        self._memory.check_free()
         if len(self.loans):
             with self._memory.lock:
                 self.settle()
@@ -549,6 +575,9 @@ class Exchange:
     def end(self) -> None:
         """The peer is gone. Views of its memory stay valid; what it had borrowed is free again."""
         self._memory.leave(self)
+
+    def forget(self) -> None:
+        """The last of `end`: nothing of what was exchanged is held here any more (lock held)."""
         self._announced.clear()
         self._theirs.clear()
         self._passed.clear()

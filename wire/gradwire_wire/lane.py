@@ -23,7 +23,8 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import Any, Sequence
+from itertools import chain
+from typing import Any, Callable, Sequence
 
 from gradwire_wire.batches import SHORT_BATCH, frames_in
 from gradwire_wire.errors import ProtocolError
@@ -99,18 +100,23 @@ class Lane:
         self._send(self.outgoing[:nbytes])
 
     def send_if_room(self, packet: bytes) -> bool:
-        """Send a packet; False where the peer has not read enough of the earlier ones. Unreachable, TooLong.
-
-        The one method that another thread than the receiver's may call.
-        """
+        """Send a packet; False where the peer has not read enough of the earlier ones. Unreachable, TooLong."""
         try:
             self._socket.send(packet, _SEND)
-        except BlockingIOError:
-            return False
         except OSError as error:
-            if error.errno in _TOO_LONG:
-                raise TooLong(str(error)) from error
-            raise Unreachable(str(error)) from error
+            return _refused(error)
+        return True
+
+    def send_and_note(self, packet: bytes, note: Callable[[Any], Any], value: Any) -> bool:
+        """As `send_if_room`, and then ``note(value)``: both or none, whatever a handler of signals raises meanwhile.
+
+        The one method that another thread than the receiver's may call. note: a function in C, such as a list's append. Handlers run between steps of Python's own, and here is none.
+        """
+        steps = chain(map(self._socket.send, (packet,), (_SEND,)), map(note, (value,)))
+        try:
+            deque(steps, 0)
+        except OSError as error:
+            return _refused(error)
         return True
 
     def flush(self) -> None:
@@ -197,6 +203,15 @@ class WorkerLane(Lane):
                 backlog.popleft()
         except TooLong:  # the system is short of buffers: later
             pass
+
+
+def _refused(error: OSError) -> bool:
+    """What a packet that was not taken means: False for "not now"."""
+    if isinstance(error, BlockingIOError):
+        return False
+    if error.errno in _TOO_LONG:
+        raise TooLong(str(error)) from error
+    raise Unreachable(str(error)) from error
 
 
 def lane_pair(receive_timeout_ms: int) -> tuple[Lane, Any]:

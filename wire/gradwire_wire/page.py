@@ -173,6 +173,7 @@ class ClientPage(PageLane):
         super().__init__(sock, page, receive_timeout_ms)
         self._spin = Spin(CLIENT_LOOKS, CLIENT_NEAR_S)
         self._is_short, self._looks = False, 0
+        self._rung = 0  # the number of the call for which it was rung again
 
     def send_short_nowait(self, nbytes: int) -> None:
         """Send or show the short call that lies in ``outgoing``. Unreachable where the worker is gone and was asleep."""
@@ -222,8 +223,12 @@ class ClientPage(PageLane):
                 return self._answer()
 
     def _ring_again(self) -> None:
-        """The rescue: should the worker sleep over a call, for whatever reason, it is woken late, but woken."""
-        if self._is_short and not self._words[WORKER_AWAKE]:
+        """The rescue: should the worker sleep over a call, for whatever reason, it is woken late, but woken.
+
+        Also once where it says that it is awake, for it may say so and have forgotten this page.
+        """
+        if self._is_short and (self._rung != self._number or not self._words[WORKER_AWAKE]):
+            self._rung = self._number
             self._ring()
 
     def _answer(self) -> list[bytes] | int:

@@ -194,6 +194,8 @@ class Desk:
             self._latest, self._in_row = lane, 0
             return
         self._in_row += 1
+        if self._awake is not None:  # whose client does not ring: it would wait for ever if it were forgotten
+            return
         if type(lane) is WorkerPage and self._in_row >= IN_ROW and not lane.was_packet:
             self._awake = (lane, session)
 
