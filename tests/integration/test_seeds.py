@@ -68,6 +68,23 @@ def test_seeds_in_a_scan_with_gradients(dropout: gw.Remote) -> None:
     np.testing.assert_allclose(gradient, apart, rtol=1e-6)
 
 
+def test_new_seeds_compile_nothing_in_jax_callers(dropout: gw.Remote) -> None:
+    """Eagerly, with gradients, and of a target in any framework: the seed is an operand of one program."""
+    from gradwire.jax import callback
+
+    def both(seed: int) -> Any:
+        return jax.value_and_grad(lambda x: dropout.options(seed=seed)(x).sum())(X)
+
+    value, bar = both(0)
+    compiled = callback._compiled.cache_info().misses
+    masks = {bytes(np.asarray(both(seed)[1]).tobytes()) for seed in range(1, 20)}
+    assert callback._compiled.cache_info().misses == compiled and len(masks) == 19
+    again, same = both(0)
+    assert again == value and (bar == same).all()
+    large = [dropout.options(seed=2**40 + i)(X) for i in (0, 0, 1)]
+    assert (large[0] == large[1]).all() and (large[0] != large[2]).any()
+
+
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [

@@ -560,6 +560,27 @@ def test_a_seed_makes_numpys_random_numbers_repeat() -> None:
     assert np.array_equal(before, np.random.get_state()[1])
 
 
+def test_a_thousand_seeds_compile_once_where_the_function_does_not_look_at_them() -> None:
+    traces = []
+
+    def scaled(x: Any, key: Any) -> Any:
+        traces.append(1)
+        return x * jax.random.normal(jax.random.wrap_key_data(key), x.shape)
+
+    program, key = load(scaled), np.asarray(jax.random.key_data(jax.random.key(3)))
+    operands = [np.ones(5, np.float64), key]
+    made = program.run(site(2), (), operands).tensors[0]
+    assert program.spec(site(2, seed=0), [aval_of(x) for x in operands])[0][0].shape == (5,)
+    for seed in range(1000):
+        result = program.run(site(2, seed=seed), (), operands)
+        np.testing.assert_array_equal(result.tensors[0], made)
+    for seed in range(10):
+        _, residual = program.keep(site(2, seed=seed), (), operands)
+        bar, _ = residual.derive(("T", (0,), 1), [np.ones(5)], keep=False, accumulate=False)
+        np.testing.assert_array_equal(bar[0], made)
+    assert len(traces) == 2, "one of them to see whether it draws from what is seeded"
+
+
 def test_a_function_that_keeps_values_runs_eagerly() -> None:
     kept: list[Any] = []
 

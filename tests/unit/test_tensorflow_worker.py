@@ -944,6 +944,21 @@ def test_a_seed_makes_a_call_reproducible_and_leaves_the_others_alone(
     assert one == again != other and len({one, free, later}) == 3
 
 
+@pytest.mark.parametrize("is_random", [False, True])
+def test_many_seeds_are_traced_once(is_random: bool) -> None:
+    traces = []
+
+    def noisy(x: Any) -> Any:
+        traces.append(tf.executing_eagerly())
+        return x * tf.random.uniform(x.shape) if is_random else x * 2
+
+    program = engine.program(noisy, is_module=False)
+    made = [program.run(site_of(1, seed=i % 50), (), [tf.ones(9)]).tensors[0].numpy() for i in range(100)]
+    np.testing.assert_array_equal(made[:50], made[50:])
+    assert (made[0] != made[1]).any() == is_random
+    assert traces.count(False) == 1, "and where it is random, it runs eagerly"
+
+
 def test_seeds_and_compile_true() -> None:
     program = engine.program(random_functions()["tf.random"], is_module=False)
     with pytest.raises(UsageError, match="compile=True"):

@@ -7,6 +7,7 @@ how that node reaches the worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ACCUMULATES", "NAME", "barrier", "call", "functional", "seed"]
 
 NAME = "jax"
+LARGEST_SEED = 1 << 31
 ACCUMULATES = False  # a JAX function has no hidden effects: `functional` is how a module is trained
 
 
@@ -48,6 +50,10 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
             f"{handle.name}: options(residuals='recompute') would run a call that moves state a second time for its "
             "pullback. Leave it at 'keep', or call the module in eval mode"
         )
+    if site.seed is not None and site.seed < LARGEST_SEED:  # then one program serves all seeds
+        at = int(site.anchored)
+        operands = [*operands[:at], np.array(site.seed, np.int32), *operands[at:]]
+        site = _seeded(site)
     arrays, avals = (
         zip(*[_operand(x, i, site) for i, x in enumerate(operands)], strict=True) if operands else ((), ())
     )
@@ -59,6 +65,12 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
     for i, aval in enumerate(spec.avals):
         _check_result(handle, spec.structure, i, aval)
     return fill(spec.structure, bind(_plain(handle, site), None, arrays))
+
+
+@lru_cache(maxsize=4096)
+def _seeded(site: Site) -> Site:
+    """The same with its seed as an operand."""
+    return replace(site, seed=None, seeded=True)
 
 
 def _spec(handle: Handle, site: Site, avals: tuple[Aval, ...]) -> SpecResult | GradwireError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager, nullcontext
-from typing import Any, Iterator, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence, Tuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,7 @@ class Traced:
     avals, structure: of its results. ``used``: which operands have a cotangent: inexact, and some inexact result
     depends on them.
     has_effects: whether it prints or calls back into Python.
+    draws: whether its Python drew from the generators that a seed seeds, so that another seed makes another function.
     lifted: so many of its operands, the first, are parameters of a module. moves: how many arrays a `forward` has after
     its results that `settled` takes away: a module's state.
     """
@@ -75,9 +76,10 @@ class Traced:
 
     def __init__(self, flat: Flat, signature: Signature, seed: int | None, check_leaks: bool) -> None:
         operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in signature]
+        function = Eager(flat, seed)
         with jax.checking_leaks() if check_leaks else nullcontext():
-            closed = jax.make_jaxpr(Eager(flat, seed))(*operands)
-        self._jaxpr = closed.jaxpr
+            closed = jax.make_jaxpr(function)(*operands)
+        self._jaxpr, self.draws = closed.jaxpr, function.draws
         self.consts = [
             c if isinstance(c, jax.Array) else jax.device_put(np.asarray(c)) for c in closed.consts
         ]
@@ -106,6 +108,7 @@ class Eager:
 
     def __init__(self, flat: Flat, seed: int | None) -> None:
         self._flat, self._seed = flat, seed
+        self.draws = False
 
     @property
     def structure(self) -> bytes:
@@ -114,8 +117,10 @@ class Eager:
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         arrays = [jax.device_put(x) if isinstance(x, np.ndarray) else x for x in operands]
-        with seeded(self._seed):
-            return tuple(map(as_array, self._flat(*arrays)))
+        with seeded(self._seed) as have_drawn:
+            results = tuple(map(as_array, self._flat(*arrays)))
+            self.draws = have_drawn()
+        return results
 
     def forward(self, *operands: Any) -> tuple[Any, ...]:
         return self(*operands)
@@ -141,16 +146,26 @@ def used_operands(closed: Any, results: int | None = None) -> list[bool]:
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Python's and numpy's global generators seeded for the time of a call."""
+def seeded(seed: int | None) -> Iterator[Callable[[], bool]]:
+    """Python's and numpy's global generators seeded for the time of a call; gives what tells whether they were drawn from.
+
+    Without a seed they are left alone, and that is not known: True.
+    """
     if seed is None:
-        yield
+        yield lambda: True
         return
-    states = random.getstate(), np.random.get_state()
+    before = _states()
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    begun = _states()
     try:
-        yield
+        yield lambda: _states() != begun
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _states() -> tuple[Any, Any]:
+    """Of Python's generator and numpy's, comparable."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), (kind, bytes(keys), *rest)

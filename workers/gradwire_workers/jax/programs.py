@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Callable, NoReturn, Sequence, Union
 
@@ -43,10 +44,12 @@ class Program:
         self._function = lru_cache(maxsize=PLANS)(self._new_function)
         self._runner = lru_cache(maxsize=PLANS)(self._new_runner)
         self._keeper = lru_cache(maxsize=PLANS)(self._new_keeper)
+        self._draws = lru_cache(maxsize=PLANS)(self._new_draws)
         self._not_kept: set[Any] = set()  # what _keep has found to have no pullback at the forward
 
     def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
-        return self._runner(site, word, _signature(operands))(operands)
+        signature = _signature(operands)
+        return self._runner(self._seedless(site, word, signature), word, signature)(operands)
 
     def keep(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
@@ -62,7 +65,7 @@ class Program:
         """From the trace, which runs the target's Python on tracers (at most once a signature) and no array."""
         signature = tuple((a.shape, element_type(a.dtype)) for a in avals)
         try:
-            traced = self._trace(site, signature)
+            traced = self._trace(self._seedless(site, (), signature), signature)
         except Exception as error:
             if not needs_values(error):
                 raise
@@ -73,6 +76,20 @@ class Program:
         return traced.avals, traced.structure
 
     # -- plans -----------------------------------------------------------------------------------
+
+    def _seedless(self, site: WorkerSite, word: Word, signature: Signature) -> WorkerSite:
+        """The site without its seed where the function does not look at it: one plan then serves all seeds."""
+        if site.seed is None or site.compile is False:
+            return site
+        without = replace(site, seed=None)
+        return site if self._draws(without, innermost(word, signature)) else without
+
+    def _new_draws(self, site: WorkerSite, signature: Signature) -> bool:
+        """Whether seeds matter. They may where it cannot be traced."""
+        try:
+            return self._new_trace(replace(site, seed=0), signature).draws
+        except Exception:  # told, if it is the user's, by whoever traces it next
+            return True
 
     def _new_trace(self, site: WorkerSite, signature: Signature) -> Traced:
         return Traced(
@@ -121,7 +138,9 @@ class Program:
 
     def _keep(self, site: WorkerSite, word: Any, rows: Any, operands: Sequence[Any]) -> Kept:
         """A target whose pullback JAX cannot give (a callback, say) may still have the derivative asked for later."""
-        key = (site, word, rows, _signature(operands))
+        signature = _signature(operands)
+        site = self._seedless(site, word, signature)
+        key = (site, word, rows, signature)
         if key not in self._not_kept:
             try:
                 return self._keeper(*key)(operands)

@@ -72,7 +72,7 @@ class Trace(NamedTuple):
 class SiteFunction:
     """The target at one site and in one mode; ``owner`` is the program, for its trainable variables.
 
-    around: see `Target`.
+    around: see `Target`. seed: of the call that is made next, for a trace serves calls with any.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class SiteFunction:
         around: Callable[..., Any] | None = None,
     ) -> None:
         self._owner, self._site, self._module = owner, site, module
+        self.seed: int | None = None
         self._target = Target(module, mode, around)
         self._flat = Flat(self._target, site, is_tensor)
         self._eager = site.compile is False
@@ -154,7 +155,7 @@ class SiteFunction:
                 raise
             self._trace_failed = True  # `_eagerly` decides whether the target or the tracing is to blame
             return None
-        if self._site.seed is None or trace.graph.is_pure:
+        if self.seed is None or trace.graph.is_pure:
             return trace
         if self._site.compile:
             raise UsageError(
@@ -195,7 +196,7 @@ class SiteFunction:
     def _eagerly(self) -> Iterator[None]:
         """What succeeds here and could not be traced is not traced again."""
         failed, self._trace_failed = self._trace_failed, False
-        with seeded(self._site.seed, self._module):
+        with seeded(self.seed, self._module):
             yield
         self._eager = self._eager or failed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
@@ -55,7 +56,9 @@ class TensorFlowProgram:
         return self._at(site).spec(avals)
 
     def _at(self, site: WorkerSite) -> SiteFunction:
-        mode = self.training if site.training is None else site.training
+        mode, seed = self.training if site.training is None else site.training, site.seed
+        if seed is not None:
+            site = replace(site, seed=None)
         found = self._functions.get((site, mode))
         if found is None:
             found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode, self._around)
@@ -63,6 +66,7 @@ class TensorFlowProgram:
                 self._functions.popitem(last=False)
         else:
             self._functions.move_to_end((site, mode))
+        found.seed = seed
         return found
 
     # ---- State -------------------------------------------------------------------------------------------------------
