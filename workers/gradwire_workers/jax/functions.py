@@ -168,4 +168,4 @@ def seeded(seed: int | None) -> Iterator[Callable[[], bool]]:
 def _states() -> tuple[Any, Any]:
     """Of Python's generator and numpy's, comparable."""
     kind, keys, *rest = np.random.get_state()
-    return random.getstate(), (kind, bytes(keys), *rest)
+    return random.getstate(), (kind, np.asarray(keys).tolist(), *rest)
