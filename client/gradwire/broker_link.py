@@ -84,7 +84,7 @@ class BrokerLink:
         try:
             if not link._news.wait_attached(deadline - time.monotonic()):
                 raise ConnectError(
-                    f"the broker at {link.address} does not answer\n{broker.last_words()}".rstrip()
+                    f"the broker at {link.address} does not answer{broker.when_silent}\n{broker.last_words()}".rstrip()
                 )
         except BaseException:
             link.close()

@@ -35,6 +35,9 @@ class FarBroker:
             raise UsageError(f"{address}: an address is tcp://HOST:PORT")
         self.address, self.keys = address, client_keys(Path(keys))
         self.revival = f"see whether `gradwire up` still runs there ({address}), then connect anew"
+        self.when_silent = (
+            ". Does `gradwire up` still run there, and does everything between here and there let it through?"
+        )
         self.folder = Path()
         self._why = ""
         self._end: FarEnd | None = None

@@ -13,9 +13,10 @@ LAST_CHARACTERS = 4000  # of what a broker wrote to its stderr
 
 
 class LocalBroker:
-    """``pidfd``: readable when the broker has ended; ours to close."""
+    """``pidfd``: readable when the broker has ended; ours to close. ``when_silent``: what to do where it does not answer."""
 
     keys: ClientKeys | None = None
+    when_silent = ""
     pidfd = -1
 
     def watch(self, dealer: Any) -> Any:

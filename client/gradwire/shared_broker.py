@@ -29,6 +29,7 @@ class SharedBroker(LocalBroker):
         """Raises ConnectError where it is gone."""
         self.card = card
         self.address, self.token, self.folder = card.address, bytes.fromhex(card.token), Path(card.folder)
+        self.when_silent = f". If it was stopped (pid {card.pid}): kill -CONT {card.pid}; if it hangs, end it and its workers: kill -9 {card.pid}"
         self.revival = f"start it again with `gradwire up {card.file}`, then connect anew"
         try:
             self.pidfd = open_pidfd(card.pid)
@@ -59,14 +60,21 @@ class SharedBroker(LocalBroker):
 
 def card_of(target: str) -> Card:
     """The card of the broker at an ``ipc://`` address, in a folder, or of a name. ConnectError says what there is."""
+    if target.startswith("tcp://"):
+        raise ConnectError(
+            f"{target} is reached with keys, by gradwire.connect(); commands are about the brokers of this machine"
+        )
     if target.startswith(SUN_PREFIX):
-        return _living(read_card(Path(target.removeprefix(SUN_PREFIX)).parent))
+        return _in(Path(target.removeprefix(SUN_PREFIX)).parent)
     if os.sep in target:
-        return _living(read_card(Path(target).absolute()))
+        return _in(Path(target).absolute())
     return _named(target)
 
 
-def _living(card: Card) -> Card:
+def _in(folder: Path) -> Card:
+    if not os.path.exists(folder):
+        raise ConnectError(f"no shared broker of yours runs in {folder}; `gradwire ps` lists those that run")
+    card = read_card(folder)
     if not is_running(Path(card.folder)):
         raise ConnectError(_ended(card))
     return card

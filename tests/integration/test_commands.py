@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from gradwire import commands
+from gradwire.commands import brokers, call, doctor
 from gradwire.numpy_files import read_argument, write_result
+from gradwire.shared_broker import card_of
 from gradwire_wire.errors import UsageError
 
 
@@ -135,7 +137,14 @@ def test_call_starts_a_worker_of_its_own(shell: Path) -> None:
         (("call", "same", "--worker", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
         (("stop", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
         (("logs", "opps", "--broker", "shell"), "no worker 'opps'; there are ops"),
+        (("call", "same", "--arg", "1", "--out", "no/x.npy", "--broker", "shell"), "there is no folder no"),
         (("ps", "--broker", "shall"), "start one with: gradwire up FILE"),
+        (("ps", "--broker", "ipc:///no/broker"), "`gradwire ps` lists those that run"),
+        (("ps", "--broker", "tcp://127.0.0.1:1"), "commands are about the brokers of this machine"),
+        (("keys", "add", "nowhere", "bob"), "make keys with `gradwire keys create DIR`"),
+        (("env", "build", "-r", "nowhere.txt"), "nowhere.txt: No such file"),
+        (("env", "remove", "nobody"), "no environment is 'nobody'"),
+        (("bench", "--json", "no/x.json"), "there is no folder no"),
         (("up", "nowhere.toml"), "nowhere.toml cannot be read: No such file"),
     ],
 )
@@ -158,6 +167,8 @@ def test_r65_a_mistake_is_told_in_a_sentence(shell: Path, arguments: tuple[str, 
         (("call", "same", "--timeout", "0"), "not a number above 0"),
         (("call", "same", "--python", "3.11"), "--python goes with --framework"),
         (("call", "same", "--worker", "a", "--framework", "numpy"), "not allowed with"),
+        (("call", "same", "--out", "x.txt"), "must end in .npy"),
+        (("bench", "--threads", "0"), "not a number from 1 up"),
         (("up", "any.toml", "--listen", "tcp://127.0.0.1:1"), "never in the clear"),
         (("keys", "create", "nowhere", "--client", "a/b"), "made of letters"),
         (("keys",), "required"),
@@ -174,6 +185,72 @@ def test_what_is_written_wrongly_is_told_by_argparse(
     assert leaving.value.code == 2 and not said.out and not os.path.exists("nowhere")
     *usage, error = said.err.splitlines()
     assert usage[0].startswith("usage: gradwire") and says in error
+
+
+def test_a_broker_that_does_not_answer_hides_no_other(
+    shell: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shell / "other.toml").write_text('[workers.another]\nframework = "numpy"\n')
+    assert gradwire("up", str(shell / "other.toml")).returncode == 0
+    pid = card_of("shell").pid
+    monkeypatch.setattr(brokers, "ANSWER_S", 1.0)
+    monkeypatch.setattr(call, "ANSWER_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert commands.main(["ps"]) == 1
+        said = capsys.readouterr()
+        assert "another" in said.out and "shell" not in said.out.split()
+        assert f"does not answer. If it was stopped (pid {pid}): kill -CONT {pid}" in said.err
+        assert commands.main(["call", "same", "--arg", "1", "--broker", "shell"]) == 1
+        assert f"kill -CONT {pid}" in capsys.readouterr().err
+        (finding,) = [f for f in doctor._brokers() if f.text.startswith("'shell'")]
+        assert finding.level == "problem" and finding.remedy == f"kill -CONT {pid}"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert gradwire("stop", "--all", "--broker", "other").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "says"),
+    [
+        ("> /dev/full", 1, "gradwire env: No space left on device\n"),
+        (">&-", 0, ""),
+        ("> /dev/full 2>&1", 1, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">&2", 0, "bridge.worker(\\u2026, requirements=[\\u2026])"),  # in a locale that has no such letter
+    ],
+)
+def test_r60_whatever_becomes_of_what_it_prints(
+    redirected: str, code: int, says: str, tmp_path: Path
+) -> None:
+    command = f"'{sys.executable}' -m gradwire env list {redirected}"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env={
+            **os.environ,
+            "GRADWIRE_CACHE": str(tmp_path),
+            "PYTHONIOENCODING": "ascii",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert says in done.stderr and done.stderr.count("\n") == bool(says)
+
+
+def test_r60_a_reader_who_has_seen_enough(tmp_path: Path) -> None:
+    command = f"{{ '{sys.executable}' -m gradwire --version; echo $? >&2; '{sys.executable}' -m gradwire env list; echo $? >&2; }} | true"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env={**os.environ, "GRADWIRE_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr.split()[-1]) == ("", "1") and "Traceback" not in done.stderr
 
 
 def test_logs_follow_what_is_printed(shell: Path) -> None:

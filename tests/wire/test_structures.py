@@ -301,6 +301,12 @@ def test_a_tree_in_itself_is_a_usage_error(tree: Any) -> None:
         flatten(tree, is_tensor)
 
 
+def test_a_text_that_is_no_unicode_is_named() -> None:
+    """As names of files can be, and arguments of a program in a foreign locale."""
+    with pytest.raises(UsageError, match=r"a text in it is not Unicode: .*os\.fsencode"):
+        flatten([{"name": "caf\udce9"}])
+
+
 def test_too_long_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match=str(MAX_BYTES)):
         flatten(["x" * MAX_BYTES], is_tensor)

@@ -90,6 +90,10 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
         raise
     except ProtocolError as error:
         raise UsageError(f"{prefix or 'the arguments'}: this tree cannot be sent: {error}") from error
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{prefix or 'the arguments'}: a text in it is not Unicode: {error}; send it as bytes, os.fsencode(text)"
+        ) from error
     except (ValueError, RecursionError, OverflowError) as error:
         raise UsageError(
             f"{prefix or 'the arguments'}: this tree cannot be sent: {error}; is it nested too deeply or in itself?"

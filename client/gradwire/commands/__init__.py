@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from gradwire import __version__
 from gradwire.commands.miswritten import Miswritten
 from gradwire_wire.errors import GradwireError
 
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         prog="gradwire",
         description="Call a model of another process, environment and framework as a local function.",
     )
+    made.add_argument("--version", action="version", version=f"gradwire {__version__}")
     subparsers = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = importlib.import_module(f"gradwire.commands.{name}")

@@ -15,7 +15,7 @@ from gradwire.benchmark import picture
 from gradwire.benchmark.beside import piped
 from gradwire.benchmark.plan import CALLERS, Plan, Work, default_works, parsed_shape, there
 from gradwire.benchmark.report import machine, tables
-from gradwire.commands.miswritten import Miswritten, positive
+from gradwire.commands.miswritten import Miswritten, count, positive
 from gradwire_wire.errors import GradwireError, UsageError
 
 __all__ = ["add_parser", "run"]
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--python", metavar="P", help="the worker's interpreter (path or version)")
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="of the worker's framework (default: its share)"
+        "--threads", type=count, metavar="N", help="of the worker's framework (default: its share)"
     )
     parser.add_argument("--target", metavar="FILE:ATTR", help="what to call, also pkg.mod:attr")
     parser.add_argument(
@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure; print the table, write what was asked for."""
     if arguments.plot:
         picture.check()
+    for place in filter(None, (arguments.plot, arguments.json)):
+        if not Path(place).parent.is_dir():  # known now, and not after minutes of measuring
+            raise UsageError(f"{place} cannot be written: there is no folder {Path(place).parent}")
     results = measured(_plan(arguments), _callers(arguments.callers))
     text = json.dumps(results, indent=1)
     if arguments.json and arguments.json != "-":

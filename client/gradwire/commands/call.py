@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.bridge import connect
-from gradwire.commands.brokers import add_option, chosen_card
+from gradwire.commands.brokers import ANSWER_S, add_option, chosen_card
 from gradwire.commands.miswritten import Miswritten, positive
 from gradwire.numpy_files import read_argument, write_result
 from gradwire.worker import Worker
@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise Miswritten("--python goes with --framework: it is the interpreter of the worker to start")
     args = [_value(text) for text in arguments.arg]
     kwargs = dict(_keyword(text) for text in arguments.kwarg)
+    if arguments.out:
+        _check_out(Path(arguments.out))  # the call may take long
     with _worker(arguments) as worker:
         load = worker.module if arguments.module else worker.function
         remote = load(arguments.target).options(timeout=arguments.timeout)
@@ -71,6 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(json.dumps(_plain(result)) if arguments.json else _shown(result))
     return 0
+
+
+def _check_out(path: Path) -> None:
+    if path.suffix not in (".npy", ".npz"):
+        raise Miswritten(f"--out {path}: the file's name must end in .npy, for one array, or .npz")
+    if not path.parent.is_dir():
+        raise UsageError(f"--out {path}: there is no folder {path.parent}")
 
 
 def _keyword(text: str) -> tuple[str, Any]:
@@ -95,7 +104,7 @@ def _worker(arguments: argparse.Namespace) -> Iterator[Worker]:
         with connect() as bridge:
             yield bridge.worker(arguments.framework, python=arguments.python)
         return
-    with connect(chosen_card(arguments).address) as bridge:
+    with connect(chosen_card(arguments).address, start_timeout=ANSWER_S) as bridge:
         if arguments.worker:
             yield bridge[arguments.worker]
             return

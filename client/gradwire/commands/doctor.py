@@ -115,7 +115,10 @@ def _folders() -> Iterator[Finding]:
 def _brokers() -> Iterator[Finding]:
     for card in find_cards(os.environ):
         text = f"{card.name!r} runs at {card.address} (pid {card.pid}, {card.file})"
-        yield Finding("ok", "shared broker", text)
+        if _is_stopped(card.pid):
+            yield Finding("problem", "shared broker", f"{text}, and is stopped", f"kill -CONT {card.pid}")
+        else:
+            yield Finding("ok", "shared broker", text)
     left = [folder for folder in folders(os.environ) if not is_running(folder)]
     if left:
         yield Finding(
@@ -126,6 +129,13 @@ def _brokers() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "left-overs", "none of earlier runs")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def _interpreter(one: Interpreter) -> Finding:

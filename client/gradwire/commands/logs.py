@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print them to stdout."""
     with linked(chosen_card(arguments)) as link:
         if not arguments.follow:
-            print(link.read_log(arguments.name), flush=True)
+            log = link.read_log(arguments.name)
+            print(log, end="\n" if log else "", flush=True)
             return 0
         with contextlib.suppress(KeyboardInterrupt):
             for number, text in enumerate(link.follow_log(arguments.name)):

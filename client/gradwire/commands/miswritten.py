@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["Miswritten", "not_negative", "positive"]
+__all__ = ["Miswritten", "count", "not_negative", "positive"]
 
 
 class Miswritten(Exception):
@@ -17,6 +17,13 @@ def positive(text: str) -> float:
     if not_negative(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return float(text)
+
+
+def count(text: str) -> int:
+    """For argparse: a number of things, at least one."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
+    return int(text)
 
 
 def not_negative(text: str) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from typing import Any
 
 from gradwire.commands.brokers import add_option, chosen_card, linked
 from gradwire_wire.control import Present
+from gradwire_wire.errors import TransportError
 from gradwire_wire.rendezvous import Card, find_cards
 
 __all__ = ["add_parser", "run"]
@@ -24,19 +26,25 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print them; no broker at all is no error."""
+    """Print them; no broker at all is no error, and one that does not answer does not hide the others."""
     cards = [chosen_card(arguments)] if arguments.broker else find_cards(os.environ)
-    found = []
+    found: list[tuple[Card, Present]] = []
+    silent: list[str] = []
     for card in cards:
-        with linked(card) as link:
-            found += [(card, present) for present in link.look()]
+        try:
+            with linked(card) as link:
+                found += [(card, present) for present in link.look()]
+        except TransportError as error:
+            silent.append(str(error))
     if arguments.json:
         print(json.dumps([_record(card, present) for card, present in found], indent=2))
     elif not cards:
         print("no shared broker runs here; start one with: gradwire up FILE")
     else:
         _print_table([HEAD, *(_row(card, present) for card, present in found)])
-    return 0
+    for why in silent:
+        print(f"gradwire ps: {why}", file=sys.stderr)
+    return 1 if silent else 0
 
 
 def _record(card: Card, present: Present) -> dict[str, Any]:
