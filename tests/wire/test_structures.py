@@ -301,20 +301,15 @@ def test_a_tree_in_itself_is_a_usage_error(tree: Any) -> None:
         flatten(tree, is_tensor)
 
 
-def test_a_text_that_is_no_unicode_is_named() -> None:
-    """As names of files can be, and arguments of a program in a foreign locale."""
-    with pytest.raises(UsageError, match=r"a text in it is not Unicode: .*os\.fsencode"):
-        flatten([{"name": "caf\udce9"}])
-
-
 def test_too_long_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match=str(MAX_BYTES)):
         flatten(["x" * MAX_BYTES], is_tensor)
 
 
-def test_half_a_character_is_a_usage_error() -> None:
-    with pytest.raises(UsageError):
-        flatten("\ud800", is_tensor)
+@pytest.mark.parametrize("text", ["\ud800", "caf\udce9"], ids=["half a character", "a file's name"])
+def test_a_text_that_is_no_unicode_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match=r"a text in it is not Unicode: .*os\.fsencode"):
+        flatten([{"name": text}], is_tensor)
 
 
 def test_deep_trees_need_little_stack() -> None:
