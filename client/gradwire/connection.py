@@ -58,6 +58,18 @@ REPORT_S = 1.5
 SHORT_S = 0.02  # while descriptors are short the tether is looked at at this pace
 
 
+_forks = 0
+"""Which generation of forked processes this is: a look at it costs less than asking the system for the process's id."""
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class Connection:
     """The way to one worker process. Any thread may call; blocking calls release the GIL.
 
@@ -73,7 +85,7 @@ class Connection:
         self.advise: Callable[[int | None], str] = lambda exit_code: "worker.restart() starts it again"
         self.revives = self.follows_death = self.is_counted = self._is_replaced = False
         self.state_discarded = False
-        self._pid = os.getpid()
+        self._pid, self._forks = os.getpid(), _forks
         self._client_id = b"c" + os.urandom(15)
         self._call_ids = itertools.count(1)
         self._seen = Seen()
@@ -222,7 +234,7 @@ class Connection:
             self._lines.drop(line)
             raise
         reply, frames = self._finish(line, call_id, start, timeout_s, plan)
-        if type(reply) is Done:
+        if frames:
             return self._outcome(line, plan, reply, frames[1:])
         try:
             results = plan.take()
@@ -365,15 +377,20 @@ class Connection:
             self._lines.check_in(line)
 
     def _check_usable(self) -> None:
-        if self._pid != os.getpid():
+        if self._closed or self._gone.is_set() or self._forks != _forks:
+            self._raise_unusable()
+        chain = serving()
+        if chain:
+            check_not_in_chain(self.facts.incarnation, self.facts.name, chain)
+
+    def _raise_unusable(self) -> NoReturn:
+        if self._forks != _forks:
             raise ForkedError(
                 "this proxy belongs to the parent process; a forked child opens a bridge of its own with gradwire.connect()"
             )
         if self._closed:
             self._raise_closed(was_running=False)
-        if self._gone.is_set():
-            self._raise_dead(was_running=False)
-        check_not_in_chain(self.facts.incarnation, self.facts.name, serving())
+        self._raise_dead(was_running=False)
 
     def _wait(
         self,
@@ -577,7 +594,7 @@ class Connection:
     @property
     def is_alive(self) -> bool:
         """Whether the worker process was there when it was last heard of."""
-        return not self._gone.is_set() and not self._closed
+        return not (self._closed or self._gone.is_set())
 
     def _on_tether(self) -> None:
         """In the link's thread: segments have been announced, or the worker is gone."""

@@ -165,13 +165,13 @@ class Handle:
         a worker that tells the two apart has None for what only they would reach. Any thread. Raises what the worker
         reports, or why it cannot.
         """
-        had_moved = self.stakes.stake > Stake.NOTHING
+        stake = self.stakes.stake
         try:
             return self._invoke(site, word, carriers, keep, token, token_ops, absent)
         except WorkerDiedError as error:
             if self._loaded is not None and not self._loaded.is_alive:
                 self.stakes.note_death()
-            never_sent = self.revives and not error.was_running and not had_moved
+            never_sent = self.revives and not error.was_running and stake == Stake.NOTHING
             if not (site.retry or never_sent):
                 raise
         return self._invoke(site, word, carriers, keep, token, token_ops, absent)
@@ -186,14 +186,20 @@ class Handle:
         token_ops: int,
         absent: Sequence[int],
     ) -> Outcome:
-        is_plain = type(token) is int and token == 0
-        connection = (
-            self._ready() if is_plain else self._there()
-        )  # a token of a former life tells of its own loss
+        if type(token) is not int or token:
+            return self._derive(site, word, carriers, keep, token, token_ops)
+        connection = self._ready()
         if self.is_module and site.training is not False:
             self.stakes.raise_to(self._stake_of_call(site))
-        if is_plain:
-            return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
+        return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
+
+    def _derive(
+        self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int
+    ) -> Outcome:
+        """A derivative of a kept forward. Its token, if of a former life, tells of its own loss."""
+        connection = self._there()
+        if self.is_module and site.training is not False:
+            self.stakes.raise_to(self._stake_of_call(site))
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
             linear = linear_count(word)

@@ -7,7 +7,7 @@ from typing import Any
 from gradwire.handle import Handle
 from gradwire.site import Site
 from gradwire_wire.errors import DtypeError
-from gradwire_wire.structures import LONE_LEAF, fill
+from gradwire_wire.structures import fill
 from gradwire_wire.tensors.numpy import adopt, adopt_all, export_all
 
 __all__ = ["ACCUMULATES", "NAME", "call", "is_plain"]
@@ -20,8 +20,6 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """Arrays in, arrays out. Results are private to this process and writable."""
     carriers, structure, _ = outcome = handle.invoke(site, (), export_all(operands))
     try:
-        if len(carriers) == 1 and structure == LONE_LEAF and carriers[0] is not None:
-            return adopt(carriers[0])
         results = adopt_all(carriers)
     except DtypeError:
         results = outcome.adopted(adopt)  # raises it with the result's name

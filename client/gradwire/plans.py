@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from gradwire_wire import messages
@@ -12,6 +13,7 @@ from gradwire_wire.exchange import Exchange
 from gradwire_wire.plans import (
     ANSWER,
     CALL,
+    CALL_HEAD,
     MAX_AXES,
     MAX_PLANS,
     MAX_RELEASED,
@@ -27,10 +29,15 @@ __all__ = ["Plan", "Seen", "Short", "add", "next_number", "short_of", "signature
 
 MAX_SEEN = 4096
 _NONE_RELEASED = (0,) * MAX_RELEASED
+_pack_call, _pack_head, _unpack_answer = CALL.pack_into, CALL_HEAD.pack_into, ANSWER.unpack_from
 
 
 def signature_of(carriers: Sequence[Carrier | None]) -> tuple[Any, ...] | None:
     """What a plan is about the operands; None where they cannot be planned."""
+    if len(carriers) == 1 and carriers[0] is not None:
+        array, dtype, _ = carriers[0]
+        shape = array.shape
+        return ((shape, dtype),) if array.flags.c_contiguous and len(shape) <= MAX_AXES else None
     if len(carriers) >= MIN_RUN:
         columns = plain_avals(carriers)
         if columns is not None and max(map(len, columns[0])) <= MAX_AXES:
@@ -83,10 +90,13 @@ class Short(NamedTuple):
     compute_ns: int
 
 
-class Plan:
-    """One plan on one line. ``structure``: of the results in short answers."""
+_short = partial(tuple.__new__, Short)
 
-    __slots__ = ("_answer", "_call", "_line", "number", "structure")
+
+class Plan:
+    """One plan on one line. ``structure``: of the results in short answers. ``nbytes``: of a short call."""
+
+    __slots__ = ("_answer", "_call", "_incoming", "_line", "_outgoing", "nbytes", "number", "structure")
 
     def __init__(self, number: int, line: Any, signature: Sequence[Any], exchange: Exchange) -> None:
         """ProtocolError where such a call cannot be planned."""
@@ -95,7 +105,9 @@ class Plan:
         if layout is None:
             raise ProtocolError(f"no plan for a call of {len(avals)} operands")
         self.number, self._line, self.structure = number, line, b""
+        self._outgoing, self._incoming = line.outgoing, line.incoming
         self._call = Frame(layout, line.outgoing, exchange)
+        self.nbytes = layout.nbytes
         self._answer: Frame | None = None
 
     def note_done(self, done: messages.Done, exchange: Exchange) -> None:
@@ -106,27 +118,23 @@ class Plan:
 
     def put(
         self, carriers: Sequence[Carrier | None], call_id: int, token: int, released: Sequence[int]
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Write a short call into the line's buffer; the loans it makes. See `Frame.put`."""
         loans = self._call.put(carriers)
-        tokens = (*released, *_NONE_RELEASED[len(released) :]) if released else _NONE_RELEASED
-        CALL.pack_into(
-            self._line.outgoing, 0, SHORT_CALL, len(released), self.number, 0, call_id, token, *tokens
-        )
+        if not released:
+            _pack_head(self._outgoing, 0, SHORT_CALL, 0, self.number, 0, call_id, token)
+            return loans
+        tokens = (*released, *_NONE_RELEASED[len(released) :])
+        _pack_call(self._outgoing, 0, SHORT_CALL, len(released), self.number, 0, call_id, token, *tokens)
         return loans
-
-    @property
-    def nbytes(self) -> int:
-        """Of a short call."""
-        return self._call.nbytes
 
     def head(self, nbytes: int) -> Short:
         """The head of a short answer that has been received. ProtocolError where it is none of this plan."""
         answer = self._answer
         if answer is not None and nbytes == answer.nbytes:
-            kind, _, number, _, call_id, token, ns = ANSWER.unpack_from(self._line.incoming)
+            kind, _, number, _, call_id, token, ns = _unpack_answer(self._incoming)
             if kind == SHORT_ANSWER and number == self.number:
-                return Short(call_id, token, ns)
+                return _short((call_id, token, ns))
         raise ProtocolError(f"a short answer of {nbytes} bytes that plan {self.number} does not know")
 
     def take(self) -> Sequence[Carrier | None]:

@@ -126,7 +126,8 @@ class Remote:
             known = self._routes.get((self.handle.training, *map(type, args)))
             if known is not None:
                 return self._along(*known, list(args))
-        return self._along(*self._route(args, kwargs))
+        family, site, leaves = self._route(args, kwargs)
+        return self._along(family, site, [*self.seed_operand, *leaves] if site.seeded else leaves)
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Site, list[Any]]:
         """Which family's face makes a plain call, and of what; noted for the next one that is alike."""
@@ -140,12 +141,11 @@ class Remote:
             self._note_route(family, site, args)
         return family, site, leaves
 
-    def _along(self, family: str, site: Site, leaves: list[Any]) -> Any:
-        operands = [*self.seed_operand, *leaves] if site.seeded else leaves
+    def _along(self, family: str, site: Site, operands: list[Any]) -> Any:
         try:
             return face_named(family).call(self.handle, site, operands)
         except (UnsupportedTensorError, DtypeError) as error:
-            refused = naming(error, leaves, site.structure)
+            refused = naming(error, operands[site.seeded :], site.structure)
         raise refused
 
     def _note_route(self, family: str, site: Site, args: tuple[Any, ...]) -> None:

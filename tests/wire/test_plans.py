@@ -148,7 +148,7 @@ def test_many_alike_are_taken_as_each_was_put(inlined: int, pair: tuple[Side, Si
     sender, receiver, memory = frames(pair, *arrays, inlined=inlined or 70_000)
     for step in range(3):
         sent = [np.asarray(x + np.asarray(step, x.dtype)) for x in arrays]
-        assert sender.put([carrier_of(x) for x in sent]) == []
+        assert list(sender.put([carrier_of(x) for x in sent])) == []
         taken, before = receiver.take(), bytes(memory)
         assert receiver.dtypes == [carrier.dtype for carrier in taken]
         found = [carrier.array for carrier in taken if carrier is not None]

@@ -46,7 +46,7 @@ class Columns(Sequence[Carrier]):
     __slots__ = ("arrays", "dtypes")
 
     def __init__(self, arrays: Sequence[np.ndarray], dtypes: Sequence[DType]) -> None:
-        self.arrays, self.dtypes = arrays, tuple(dtypes)
+        self.arrays, self.dtypes = arrays, dtypes if type(dtypes) is tuple else tuple(dtypes)
 
     def __len__(self) -> int:
         return len(self.arrays)

@@ -14,13 +14,14 @@ from gradwire_wire.errors import UsageError
 
 __all__ = ["check_not_in_chain", "serve", "serving"]
 
-_serving: list[bytes] = []
+_NONE: list[bytes] = []
+_serving = _NONE
 
 
 def serve(chain: Sequence[bytes]) -> None:
     """Worker: user code runs for a call that came through these incarnations, our own the last. Empty: no more."""
     global _serving
-    _serving = list(chain)
+    _serving = list(chain) if chain else _NONE
 
 
 def serving() -> list[bytes]:

@@ -520,6 +520,11 @@ class Exchange:
         """Worker: the client may pass lanes from now on."""
         self._lanes = []
 
+    @property
+    def has_lanes(self) -> bool:
+        """Worker: whether `take_lanes` would give any."""
+        return bool(self._lanes)
+
     def take_lanes(self) -> list[list[int]]:
         """Worker: the descriptors of lanes that have come since the last look; the caller owns them."""
         taken = self._lanes or []

@@ -30,6 +30,7 @@ from gradwire_wire.exchange import Exchange, is_not_of_header
 __all__ = [
     "ANSWER",
     "CALL",
+    "CALL_HEAD",
     "HEAD",
     "MAX_AXES",
     "MAX_PLANS",
@@ -51,6 +52,8 @@ MAX_AXES = 32
 HEAD = 64
 CALL = struct.Struct("<BBHIQQ8I")
 """kind, how many tokens are released, plan, 0, call_id, token, the released tokens."""
+CALL_HEAD = struct.Struct("<BBHIQQ")
+"""The same where none is released: what is there in their place means nothing."""
 ANSWER = struct.Struct("<BBHIQQQ")
 """kind, 0, plan, 0, call_id, token, compute_ns."""
 ENTRY = struct.Struct("<QQII")
@@ -59,6 +62,9 @@ ALIGNMENT = 64
 MIN_RUN, MAX_IN_RUN = 16, 4096
 """So many tensors in a row that are alike, each of at most so many bytes, are copied out of a frame at once."""
 _NUMPY = {dtype: np.dtype(dtype.carrier) for dtype in BY_NAME.values()}
+
+
+_NO_LOANS: Sequence[int] = ()
 
 
 class Place(NamedTuple):
@@ -172,7 +178,18 @@ class Frame:
     memory: the buffer, at least as long as the layout. Used by one thread at a time, as its line is.
     """
 
-    __slots__ = ("_exchange", "_lent", "_memory", "_places", "_runs", "_views", "avals", "columns", "nbytes")
+    __slots__ = (
+        "_exchange",
+        "_lent",
+        "_lone",
+        "_memory",
+        "_places",
+        "_runs",
+        "_views",
+        "avals",
+        "columns",
+        "nbytes",
+    )
 
     def __init__(self, layout: Layout, memory: Any, exchange: Exchange) -> None:
         self.nbytes, self._memory, self._exchange = layout.nbytes, memoryview(memory), exchange
@@ -187,17 +204,21 @@ class Frame:
             for p in layout.places
         ]
         self._runs = _runs_of(layout.places, memory) if len(layout.places) >= MIN_RUN else []
+        self._lone = self._views[0] if len(self._views) == 1 else None
 
-    def put(self, carriers: Sequence[Carrier | None]) -> list[int]:
+    def put(self, carriers: Sequence[Carrier | None]) -> Sequence[int]:
         """Copy or lend carriers of exactly the layout's avals, C-contiguous; the loans made, for `take_back`.
 
         MemoryExhaustedError where a slot cannot be had, `NotShared` where a tensor cannot be lent: nothing is lent then.
         """
+        if self._lone is not None:
+            self._lone[...] = carriers[0][0]  # type: ignore[index]
+            return _NO_LOANS
         if self._runs:
             self._put_runs(carriers)
         else:
             self._put_each(self._views, carriers)
-        return self._lend(carriers) if self._lent else []
+        return self._lend(carriers) if self._lent else _NO_LOANS
 
     def _put_each(self, views: Sequence[np.ndarray | None], carriers: Sequence[Carrier | None]) -> None:
         for view, carrier in zip(views, carriers):
@@ -235,7 +256,7 @@ class Frame:
 
     def take_arrays(self) -> list[np.ndarray]:
         """Copies of the tensors, in C order."""
-        return self._copies()
+        return self._copies() if self._lone is None else [self._lone.copy()]
 
     def _copies(self) -> list[Any]:
         """A private copy of each tensor that lies in the frame, None for the others. Those of a run share one memory."""
@@ -251,6 +272,8 @@ class Frame:
 
     def take(self) -> Sequence[Carrier | None]:
         """The tensors as copies and leased views. ProtocolError where an entry is wrong: all are returned then."""
+        if self._lone is not None:
+            return Columns([self._lone.copy()], self.columns[1])  # type: ignore[index]
         copies = self._copies()
         if self.columns is not None and not self._lent:
             return Columns(copies, self.columns[1])

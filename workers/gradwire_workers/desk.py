@@ -369,7 +369,7 @@ class Desk:
             self._serve_one(session, received, line)  # type: ignore[arg-type]
         if isinstance(line, Lane) and line.backlog:
             self._poller.modify(line.fileno(), sockets.IN | sockets.OUT)
-        if session is not None:
+        if session is not None and session.exchange.has_lanes:
             # the tether was perhaps read on the way, and will not be readable again
             self._take_lanes(session)
 
@@ -464,7 +464,7 @@ class Desk:
         return Reply(Done(call_id, structure, headers, token, ns), frames)
 
     def _exported(self, result: Sequence[Any]) -> Sequence[Carrier | None]:
-        if self._export_all is not None and set(map(type, result)) == _ARRAYS_ALONE:
+        if self._export_all is not None and _ARRAYS_ALONE.issuperset(map(type, result)):
             exported: Sequence[Carrier | None] = self._export_all(result)
             return exported
         export = self._engine.export

@@ -12,6 +12,7 @@ from gradwire_wire.exchange import Exchange
 from gradwire_wire.plans import (
     ANSWER,
     CALL,
+    CALL_HEAD,
     MAX_PLANS,
     MAX_RELEASED,
     MIN_RUN,
@@ -26,20 +27,25 @@ from gradwire_workers.program import Program, Runner, WorkerSite
 
 __all__ = ["Plan", "checked_layout", "short_of"]
 
+_pack_answer, _unpack_call, _unpack_head = ANSWER.pack_into, CALL.unpack_from, CALL_HEAD.unpack_from
+
 
 class Plan:
     """A call without its tensors, at the line it comes by. ``call``: the message that made it, without its tensors.
 
-    chain: incarnations of the workers it comes through, ours the last. ``nbytes``: of a short call.
+    chain: incarnations of the workers it comes through, ours the last. ``nbytes``: of a short call; ``answer_nbytes``:
+    of a short answer, after `put`.
     """
 
     __slots__ = (
         "_answer",
         "_exchange",
         "_frame",
-        "_line",
+        "_number",
+        "_outgoing",
         "_structure",
         "adopters",
+        "answer_nbytes",
         "call",
         "chain",
         "nbytes",
@@ -62,7 +68,8 @@ class Plan:
     ) -> None:
         self.call = call._replace(headers=[], released=[])
         self.program, self.site, self.word, self.chain = program, site, word, chain
-        self._line, self._exchange, self._structure = line, exchange, b""
+        self._exchange, self._structure = exchange, b""
+        self._outgoing, self._number, self.answer_nbytes = line.outgoing, call.plan, 0
         self._frame = Frame(layout, line.incoming, exchange)
         self.nbytes = layout.nbytes
         self._answer: Frame | None = None
@@ -77,8 +84,10 @@ class Plan:
 
     def take_tensors(self) -> list[Any]:
         """The operands as tensors, after `expect_arrays` has found ``adopters``."""
-        arrays = self._frame.take_arrays()
-        return [adopt(x) for adopt, x in zip(self.adopters, arrays)]  # type: ignore[arg-type]
+        adopters, arrays = self.adopters, self._frame.take_arrays()
+        if len(arrays) == 1:
+            return [adopters[0](arrays[0])]  # type: ignore[index]
+        return [adopt(x) for adopt, x in zip(adopters, arrays)]  # type: ignore[arg-type]
 
     def take(self) -> list[Carrier | None]:
         """The operands of the short call in the line's buffer. See `Frame.take`."""
@@ -87,12 +96,13 @@ class Plan:
     def note_done(self, done: messages.Done) -> None:
         """A long answer goes out: short ones look like it from now on."""
         layout = layout_of(avals_of(done.headers), self.call.inlined, self.call.room)
-        self._answer = None if layout is None else Frame(layout, self._line.outgoing, self._exchange)
+        self._answer = None if layout is None else Frame(layout, self._outgoing, self._exchange)
+        self.answer_nbytes = 0 if layout is None else layout.nbytes
         self._structure = done.structure
 
     def put(
         self, call_id: int, carriers: Sequence[Carrier | None], structure: bytes, token: int, ns: int
-    ) -> list[int] | None:
+    ) -> Sequence[int] | None:
         """Write a short answer into the line's buffer; the loans it makes. None where these results need a long one.
 
         Raises `exchange.NotShared` where a tensor cannot be lent, and MemoryExhaustedError.
@@ -101,14 +111,8 @@ class Plan:
         if answer is None or structure != self._structure or not _is_alike(carriers, answer):
             return None
         loans = answer.put(carriers)
-        ANSWER.pack_into(self._line.outgoing, 0, SHORT_ANSWER, 0, self.call.plan, 0, call_id, token, ns)
+        _pack_answer(self._outgoing, 0, SHORT_ANSWER, 0, self._number, 0, call_id, token, ns)
         return loans
-
-    @property
-    def answer_nbytes(self) -> int:
-        """Of a short answer, after `put`."""
-        assert self._answer is not None, "put() comes first"
-        return self._answer.nbytes
 
 
 def _runner_of(program: Any, site: WorkerSite) -> Runner | None:
@@ -121,6 +125,10 @@ def _is_alike(carriers: Sequence[Carrier | None], answer: Frame) -> bool:
     avals: Sequence[Any] = answer.avals
     if len(carriers) != len(avals):
         return False
+    if len(avals) == 1 and carriers[0] is not None and avals[0] is not None:
+        array, dtype, _ = carriers[0]
+        shape, expected = avals[0]
+        return (dtype is expected or dtype == expected) and array.shape == shape and array.flags.c_contiguous
     if answer.columns is not None and len(avals) >= MIN_RUN:
         return plain_avals(carriers) == answer.columns
     for carrier, aval in zip(carriers, avals):
@@ -157,8 +165,9 @@ def short_of(line: Any, nbytes: int) -> tuple[int, int, Sequence[int], Plan | No
     """
     if nbytes < CALL.size:
         return 0, 0, (), None
-    kind, count, number, _, call_id, token, *released = CALL.unpack_from(line.incoming)
+    incoming = line.incoming
+    kind, count, number, _, call_id, token = _unpack_head(incoming)
     plan = line.plans.get(number)
     if plan is None or plan.nbytes != nbytes or kind != SHORT_CALL or count > MAX_RELEASED:
         return call_id, token, (), None
-    return call_id, token, released[:count] if count else (), plan
+    return call_id, token, _unpack_call(incoming)[6 : 6 + count] if count else (), plan

@@ -64,6 +64,8 @@ def export(x: Any) -> Carrier:
 
 def export_all(xs: Sequence[Any]) -> Sequence[Carrier]:
     """`export` of each, for trees with many leaves: where all are plain arrays it costs a tenth of it."""
+    if len(xs) == 1:
+        return [export(xs[0])]
     if len(xs) >= MANY and set(map(type, xs)) == _ARRAYS_ALONE:
         wires = list(map(_AS_THEY_ARE.get, map(id, map(_dtype_of, xs))))
         if None not in wires:
@@ -119,7 +121,7 @@ def adopt(carrier: Carrier) -> Any:
 
 def adopt_all(carriers: Sequence[Carrier | None]) -> list[Any]:
     """`adopt` of each, None where there is none."""
-    if type(carriers) is Columns and set(carriers.dtypes) <= _SAME_HERE:
+    if type(carriers) is Columns and _SAME_HERE.issuperset(carriers.dtypes):
         return list(carriers.arrays)
     return [None if carrier is None else adopt(carrier) for carrier in carriers]
 

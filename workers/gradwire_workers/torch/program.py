@@ -37,7 +37,10 @@ class TorchFlat(Flat):
         self._device, self.given_as_leaves = device, 0
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return tuple(_as_tensor(y) for y in super().__call__(*operands))
+        results = Flat.__call__(self, *operands)
+        if len(results) == 1 and isinstance(results[0], torch.Tensor):
+            return results
+        return tuple(map(_as_tensor, results))
 
     def avals(self, avals: Sequence[Aval]) -> list[Aval]:
         shadow_flat = partial(TorchFlat, site=self._site, device=self._device)
