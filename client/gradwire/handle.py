@@ -187,14 +187,21 @@ class Handle:
         absent: Sequence[int],
     ) -> Outcome:
         if type(token) is not int or token:
-            return self._derive(site, word, carriers, keep, token, token_ops)
+            return self._derive(site, word, carriers, keep, token, token_ops, absent)
         connection = self._ready()
         if self.is_module and site.training is not False:
             self.stakes.raise_to(self._stake_of_call(site))
         return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
 
     def _derive(
-        self, site: Site, word: Word, carriers: Sequence[Carrier], keep: int, token: Any, token_ops: int
+        self,
+        site: Site,
+        word: Word,
+        carriers: Sequence[Carrier],
+        keep: int,
+        token: Any,
+        token_ops: int,
+        absent: Sequence[int],
     ) -> Outcome:
         """A derivative of a kept forward. Its token, if of a former life, tells of its own loss."""
         connection = self._there()
