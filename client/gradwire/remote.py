@@ -113,7 +113,7 @@ class Remote:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise stays_here("remote", self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The call. Blocks until the worker answers, dies, or ``options(timeout=...)`` passes.
 
         Results belong to the caller and are writable; they stay valid whatever happens to the worker.
@@ -166,7 +166,7 @@ class Remote:
         structure, _ = self._flatten(tuple(args), kwargs)
         return self.handle, self._plain_site(structure, self.handle.is_module)
 
-    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
+    def vjp(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
         """Results and pullback, for any caller (see `Pullback`).
 
         A module's own gradients accumulate at each pullback, as with ``backward()``.
@@ -181,7 +181,7 @@ class Remote:
         site, family, carriers = self._exported(primals, {})
         return pullback.jvp(self.handle, site, family, carriers, [list(tangents), {}])
 
-    def spec(self, *args: Any, **kwargs: Any) -> Any:
+    def spec(self, /, *args: Any, **kwargs: Any) -> Any:
         """The result tree with a `ShapeDtype` in place of each tensor; user code does not run for real.
 
         Arguments may be tensors or `ShapeDtype`. UsageError where the shape depends on values.
@@ -190,7 +190,7 @@ class Remote:
         result = self.handle.spec(self._site(structure, seeded=False), tuple(_aval_of(x) for x in leaves))
         return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
 
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Make the call without waiting for its answer; tensors must not be written until it is done.
 
         Calls from numpy, and from torch where no gradient is recorded, are made in this order, and many are under way at
@@ -273,7 +273,7 @@ class Remote:
             adopt = in_callers_modes(adopt)
         return self.handle.submission(pipeline, site, carriers, adopt, again)
 
-    async def aio(self, *args: Any, **kwargs: Any) -> Any:
+    async def aio(self, /, *args: Any, **kwargs: Any) -> Any:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
         import asyncio  # here, for it takes longer than all of ours
 

@@ -108,7 +108,7 @@ class Worker:
         """
         return Remote(Handle(self._present, "function", target, positional(0), []), self._background)
 
-    def module(self, target: str, *args: Any, **kwargs: Any) -> Remote:
+    def module(self, target: str, /, *args: Any, **kwargs: Any) -> Remote:
         """A remote module: the factory is called in the worker with these arguments, and the result stays there."""
         structure, leaves = flatten([list(args), kwargs], is_leaf)
         carriers = exported(leaves, structure)

@@ -452,6 +452,29 @@ def test_r37_a_silent_zero_is_the_worst_outcome(remote: Any, compiled: bool) -> 
 # ---- R38: trees and keywords ---------------------------------------------------------------------------------------
 
 
+OURS = ("params", "parameters", "buffers", "call", "function", "module")
+
+
+@every_worker
+def test_r38_keywords_may_have_any_name(worker_of: Workers, framework: str) -> None:
+    f = worker_of(framework).function("any_framework:claims_our_names")
+    names = dict.fromkeys((*OURS, "self", "target", "args", "kwargs"), 2.0)
+    close(f(W, **names), 1024 * W)
+    close(f.submit(W, **names).result(60), 1024 * W)
+    close(f.vjp(W, **names)[1](W)[0], 1024 * W)
+    assert f.spec(W, **names).shape == (4,)
+
+
+def test_r38_keywords_of_a_module_may_have_any_name(worker_of: Workers) -> None:
+    net, names = worker_of("torch").module("in_torch:Claiming", target=0.25), dict.fromkeys(OURS, 2.0)
+    whole = np.full(4, 16 * W.sum())
+    close(net(W, **names), whole)
+    close(gw.torch.Module(net)(torch.tensor(W), **names).detach(), whole)
+    for kind in ({}, {"buffers": "explicit"}):
+        apply, *state = gw.jax.functional(net, **kind)
+        close(jax.tree.leaves(apply(*state, jnp.asarray(W), **names))[0], whole)
+
+
 @every_worker
 @every_mode
 def test_r38_a_gradient_through_one_leaf_of_the_result(remote: Any, compiled: bool) -> None:

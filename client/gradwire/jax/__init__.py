@@ -167,7 +167,7 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
 def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:
     functional = Functional(remote, buffers=buffers)
 
-    def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(params: Any, /, *args: Any, **kwargs: Any) -> Any:
         site, leaves = functional.flatten(params, args, kwargs)
         family_of_call(leaves, site.structure, NAME)
         return call(functional.handle, site, leaves)
@@ -194,7 +194,7 @@ def _owned_by_worker(remote: Remote) -> tuple[Callable[..., Any], Any]:
     if remote.handle.is_module:
         remote.warn_of_regularizers()
 
-    def apply(anchor: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(anchor: Any, /, *args: Any, **kwargs: Any) -> Any:
         structure, leaves = flatten([list(args), kwargs], is_leaf)
         family_of_call(leaves, structure, NAME)
         site = remote._site(structure, accumulate=True, anchored=True, stateful=True)

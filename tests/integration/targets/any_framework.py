@@ -21,6 +21,11 @@ def both(x, y):
     return x + y, x * 3
 
 
+def claims_our_names(x, *, self, target, params, parameters, buffers, call, function, module, args, kwargs):
+    """What keywords are called is up to the user."""
+    return x * self * target * params * parameters * buffers * call * function * module * args * kwargs
+
+
 def bad(x):
     raise ValueError("bad 42")
 

@@ -110,6 +110,18 @@ class Counter(nn.Module):
         return x * self.calls.clone()
 
 
+class Claiming(nn.Linear):
+    """Its forward has keywords that are names of ours."""
+
+    def __init__(self, target):
+        super().__init__(4, 4, dtype=torch.float64)
+        nn.init.constant_(self.weight, target)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x, *, params, parameters, buffers, call, function, module):
+        return super().forward(x) * params * parameters * buffers * call * function * module
+
+
 class Heads(nn.Module):
     """Two results, each with parameters of its own behind some that both have."""
 

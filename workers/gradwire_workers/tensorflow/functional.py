@@ -20,7 +20,7 @@ class WithParameters:
     def __init__(self, module: Module, trainable: bool | None = None) -> None:
         self._module, self._trainable = module, trainable
 
-    def __call__(self, call: Any, parameters: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, call: Any, parameters: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         given = _given("parameter", self._module.trainable(), parameters)
         with substituted(given):
             result = self._called(call, args, kwargs)
@@ -42,6 +42,7 @@ class WithBuffers(WithParameters):
         call: Any,
         parameters: Mapping[str, Any],
         buffers: Mapping[str, Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:

@@ -40,14 +40,14 @@ class Target:
     def __init__(self, module: Module, mode: bool | None, around: Callable[..., Any] | None = None) -> None:
         self._module, self._mode, self._around, self._call = module, mode, around, _call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return (
             self._plain(*args, **kwargs)
             if self._around is None
             else self._around(self._plain, *args, **kwargs)
         )
 
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+    def _plain(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._module.target, args, self._module.keywords(kwargs, self._mode))
 
     @contextmanager

@@ -151,7 +151,7 @@ def _explained() -> Iterator[None]:
         raise UsageError(str(cause)) from error
 
 
-def _inlined(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _inlined(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """In place of the call of a tf.function."""
     python = function.python_function
     if tf.executing_eagerly() or not function._autograph:

@@ -52,6 +52,7 @@ class _Places:
         parameters: dict[str, Any],
         buffers: dict[str, Any],
         function: Callable[..., Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -137,7 +138,7 @@ class _WithParameters:
         self._module, self._places = module, _Places(module, mode)
         self._call = module if trainable is None else partial(_in_layer, module, trainable)
 
-    def __call__(self, parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, parameters: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         return self._places.call(parameters, {}, self._call, *args, **kwargs)
 
     def within(self, args: Sequence[Any], function: Callable[[], Any]) -> Any:
@@ -159,7 +160,7 @@ class _WithBuffers(_WithParameters):
         super().__init__(module, mode, trainable)
         self._own_buffers = dict(module.named_buffers())
 
-    def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         moved = self._copies(buffers)
         result = self._places.call(parameters, moved, self._call, *args, **kwargs)
         return result, {name: _as_came(x.detach(), buffers[name]) for name, x in moved.items()}
@@ -173,7 +174,7 @@ class _WithBuffers(_WithParameters):
         }
 
 
-def _in_layer(module: Any, trainable: bool, *args: Any, **kwargs: Any) -> Any:
+def _in_layer(module: Any, trainable: bool, /, *args: Any, **kwargs: Any) -> Any:
     """``(result, losses)``: torch's own modules collect none, and know no layer that is frozen."""
     if not state.is_of_keras(module):
         return module(*args, **kwargs), []

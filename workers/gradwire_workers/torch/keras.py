@@ -53,7 +53,7 @@ class KerasModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._applied(self._layer[0], args, kwargs)
 
-    def in_layer(self, trainable: bool, *args: Any, **kwargs: Any) -> Any:
+    def in_layer(self, trainable: bool, /, *args: Any, **kwargs: Any) -> Any:
         """A call with ``(result, losses)`` as the result."""
         (layer,) = self._layer
 
