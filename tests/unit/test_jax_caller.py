@@ -19,6 +19,7 @@ from jax import lax
 import gradwire.jax
 from gradwire.families import is_leaf
 from gradwire.site import Site
+from gradwire_wire.errors import UnsupportedTensorError
 from gradwire_wire.structures import flatten
 from tests.doubles.torch_handle import TorchHandle
 
@@ -530,6 +531,13 @@ SCALAR = {
 def test_r20_python_scalars_as_primals(remote: Any, transform: Function) -> None:
     """JAX takes them for arrays where it differentiates, and hands them to the rules as they are."""
     equal(transform(remote(lambda x: x**3 + x))(0.5), transform(lambda x: x**3 + x)(0.5))
+
+
+def test_r35_shapes_with_symbols_are_refused(remote: Any) -> None:
+    exporting = jax.export.export(jax.jit(remote(lambda x: x**3)))
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), np.float64)
+    with pytest.raises(UnsupportedTensorError, match=r"args\[0\]: a shape with symbols, \(n, 3\)"):
+        exporting(symbolic)
 
 
 def test_r20_scalars_beside_what_is_differentiated(remote: Any) -> None:

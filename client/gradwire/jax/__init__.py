@@ -91,6 +91,11 @@ def _operand(x: Any, i: int, site: Site) -> tuple[Any, Aval]:
     try:
         if isinstance(x, jax.Array):
             aval = tensors.aval(x)
+            if not all(isinstance(n, int) for n in aval.shape):
+                raise UnsupportedTensorError(
+                    f"a shape with symbols, {aval.shape}, which a remote call cannot have: the worker is asked what comes "
+                    "out for sizes. Export or lower the program for each shape in use"
+                )
             tensors.element_type(aval.dtype)
             return x, aval
         aval = numpy_tensors.aval(x)

@@ -160,7 +160,9 @@ class _WithBuffers(_WithParameters):
         super().__init__(module, mode, trainable)
         self._own_buffers = dict(module.named_buffers())
 
-    def __call__(self, parameters: dict[str, Any], buffers: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, parameters: dict[str, Any], buffers: dict[str, Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         moved = self._copies(buffers)
         result = self._places.call(parameters, moved, self._call, *args, **kwargs)
         return result, {name: _as_came(x.detach(), buffers[name]) for name, x in moved.items()}
