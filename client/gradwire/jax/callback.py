@@ -26,6 +26,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
@@ -267,7 +268,7 @@ def _evaluate(*values: Any, derived: Derived) -> list[Any]:
     """Evaluate a node now, through a cached program of it alone; waits, and raises the original error."""
     if derived.moves_state:
         barrier()
-    if sum([x.nbytes for x in values]) >= LARGE and _has_one_device():
+    if sum([getattr(x, "nbytes", 0) for x in values]) >= LARGE and _has_one_device():
         return _evaluate_without_xla(values, derived)
     if jax.config.jax_disable_jit:
         with jax.disable_jit(False):
@@ -283,6 +284,7 @@ def _has_one_device() -> bool:
 
 def _evaluate_without_xla(values: Sequence[Any], derived: Derived) -> list[Any]:
     """XLA's callback copies operands; here they are passed as they lie, which may be in shared memory."""
+    values = [x if hasattr(x, "shape") else jnp.asarray(x) for x in values]  # or a Python scalar
     avals = tuple(tensors.aval(x) for x in values)
     crossing = _crossing(derived, avals, bool(jax.config.jax_enable_x64))
     results = crossing.at_once([np.asarray(x) for x in values])
