@@ -173,6 +173,29 @@ def test_a_state_that_does_not_fit(pair: Any, change: Callable[[Any], Any], mess
         p.net.load_state_dict(state)
 
 
+@pytest.mark.parametrize("buffers", ["worker", "explicit"])
+def test_extra_states_are_part_of_the_state(worker_of: Workers, in_torch: Any, buffers: Any) -> None:
+    local, worker = in_torch.Nested(), worker_of("torch")
+    net = gw.torch.Module(worker.module("in_torch:Nested"), buffers=buffers)
+    local.inner.version = 5
+    assert net.state_dict()["inner._extra_state"] == {"version": 3}
+    assert net.state_dict().keys() == local.state_dict().keys()
+    net.load_state_dict(local.state_dict())
+    wrapped = nn.Sequential(net)
+    assert wrapped.state_dict()["0.inner._extra_state"] == {"version": 5}
+    x = torch.randn(4, 3)
+    for module in (net, local):
+        module.eval()
+    torch.testing.assert_close(net(x), local(x))
+    missing = {name: value for name, value in local.state_dict().items() if "extra" not in name}
+    with pytest.raises(RuntimeError, match=r'Missing key.*"inner\._extra_state"'):
+        net.load_state_dict(missing)
+    odd = gw.torch.Module(worker.module("in_torch:Nested", odd=True), buffers=buffers)
+    with pytest.raises(gw.UsageError, match="cannot be sent"):
+        odd.state_dict()
+    assert len(list(odd.parameters())) == 4
+
+
 def test_tied_parameters_and_buffers_that_are_not_saved(worker_of: Workers, in_torch: Any) -> None:
     remote = worker_of("torch").module("in_torch:Tied")
     x = X.float()

@@ -20,7 +20,7 @@ from gradwire.functional import Functional
 from gradwire.remote import stays_here
 from gradwire.torch.compiled import traced
 from gradwire.torch.names import Part, Place, placed
-from gradwire_wire.errors import GradwireError, UsageError
+from gradwire_wire.errors import GradwireError, RemoteError, UsageError
 from gradwire_wire.tensors.torch import NAME
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Module(torch.nn.Module):
     or the inputs, or use autocast in the worker's own code.
 
     buffers="worker": BatchNorm's statistics and the like stay in the worker, where each forward in training mode moves them
-    once; ``state_dict()`` fetches them and ``load_state_dict()`` sends them, and deep copies share them.
+    once; ``state_dict()`` fetches them and ``load_state_dict()`` sends them, and deep copies share them. So it is with extra states
+    (``get_extra_state``), which are always the worker's.
     buffers="explicit": they are this module's buffers, passed in and taken back at each call; nothing moves in the worker.
 
     It cannot be pickled; ``torch.save(net.state_dict(), path)`` works.
@@ -63,6 +64,7 @@ class Module(torch.nn.Module):
         self._parameter_places = {name: places[name] for name in has.parameters}
         self._buffer_places = {name: places[name] for name in explicit}
         self._fetched = [] if explicit else [name for name in has.buffers if name in has.persistent]
+        self._extra, self._unfetchable = has.extra, has.unfetchable
         for name, x in has.parameters.items():
             learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
             _register(places[name], torch.nn.Parameter(self._remote.resident(x, NAME), learns))
@@ -128,12 +130,18 @@ class Module(torch.nn.Module):
     # ---- State -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of every module. Buffers that the worker owns are fetched: copies."""
+        """As of every module. Buffers that the worker owns, and extra states of its module, are fetched: copies."""
+        if self._unfetchable is not None:
+            raise UsageError(
+                f"{self._remote.remote.handle.name}: the state of the worker's module has something that cannot be sent (an extra "
+                f"state): {self._unfetchable}. Save parameters() and buffers() by name"
+            ) from self._unfetchable
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        if self._fetched:
-            buffers = self._remote.remote.options(family="torch").buffers()
-            found.update({prefix + name: buffers[name] for name in self._fetched})
+        if self._fetched or self._extra:
+            own = self._remote.remote.options(family="torch")
+            there = own.state_dict() if self._extra else own.buffers()
+            found.update({prefix + name: there[name] for name in (*self._fetched, *self._extra)})
         return found
 
     def _load_from_state_dict(
@@ -146,9 +154,10 @@ class Module(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # The worker's buffers are taken out: the parts, which come after this, would not expect them.
-        there = {n: state_dict.pop(prefix + n) for n in self._fetched if prefix + n in state_dict}
-        missing_keys += [prefix + n for n in self._fetched if n not in there]
+        # What is the worker's is taken out: the parts, which come after this, would not expect it.
+        fetched = [*self._fetched, *self._extra]
+        there = {n: state_dict.pop(prefix + n) for n in fetched if prefix + n in state_dict}
+        missing_keys += [prefix + n for n in fetched if n not in there]
         try:
             if there:
                 self._remote.remote.load_state_dict(there, strict=False)
@@ -168,13 +177,23 @@ def _register(place: Place, x: Any) -> None:
 
 
 class Contents:
-    """What a remote module has, under its own names. persistent: the names of its state dict."""
+    """What a remote module has, under its own names.
+
+    persistent: the names of its state dict. extra: those of them that are neither parameters nor buffers.
+    unfetchable: why it cannot be had, where it has what cannot be sent.
+    """
 
     def __init__(self, remote: Remote) -> None:
         own = remote.options(family="torch")
         self.parameters, self.buffers = own.parameters(), own.buffers()
         self.frozen, self.aliases = set(remote._change("frozen")), dict(remote._change("aliases"))
-        self.persistent = set(own.state_dict()) if self.buffers else set()
+        self.unfetchable: GradwireError | None = None
+        try:
+            self.persistent = list(own.state_dict())
+        except (UsageError, RemoteError) as error:
+            self.persistent, self.unfetchable = list(self.buffers), error
+        known = {*self.parameters, *self.aliases, *self.buffers}
+        self.extra = [name for name in self.persistent if name not in known]
 
 
 class Form(Functional):

@@ -53,6 +53,19 @@ class Versioned(nn.Linear):
         self.version = state["version"]
 
 
+class Nested(nn.Module):
+    """An extra state of a part, beside parameters and a buffer; one that cannot be sent if it is of an object."""
+
+    def __init__(self, odd=False):
+        super().__init__()
+        self.inner, self.norm = Versioned(), nn.BatchNorm1d(2)
+        if odd:
+            self.inner.version = object()
+
+    def forward(self, x):
+        return self.norm(self.inner(x)) * float(self.inner.version)
+
+
 def scripted():
     return torch.jit.script(nn.Sequential(nn.Linear(6, 4)))
 
