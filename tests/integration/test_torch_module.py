@@ -173,6 +173,38 @@ def test_a_state_that_does_not_fit(pair: Any, change: Callable[[Any], Any], mess
         p.net.load_state_dict(state)
 
 
+def test_autocast_of_the_caller_does_nothing_there_and_that_of_the_worker_what_it_does_here(
+    worker_of: Workers, in_torch: Any
+) -> None:
+    worker, x = worker_of("torch"), X.float()
+    remote = worker.module("in_torch:make_block", SIZES)
+    for net in (remote, gw.torch.Module(remote)):
+        wanted = net(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = net(x)
+            assert y.dtype == torch.float32 and torch.equal(y, wanted)
+            y.sum().backward()
+            half = x.clone() @ torch.eye(6)
+            with pytest.raises(RuntimeError, match="same dtype") as met:
+                net(half)
+        assert half.dtype == torch.bfloat16 and "autocast is on here" in met.value.__notes__[0]
+    remote = worker.module("in_torch:Autocast")
+    for net in (remote, gw.torch.Module(remote)):
+        local, mine, theirs = in_torch.Autocast(), x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, wanted = net(mine), local(theirs)
+        assert y.dtype == torch.bfloat16 and torch.equal(y, wanted)
+        y.float().square().sum().backward()
+        wanted.float().square().sum().backward()
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        found = (
+            remote.options(family="torch").grads()
+            if net is remote
+            else {n: p.grad for n, p in net.named_parameters()}
+        )
+        for name, p in local.named_parameters():
+            torch.testing.assert_close(found[name], p.grad)
+
+
 @pytest.mark.parametrize("buffers", ["worker", "explicit"])
 def test_extra_states_are_part_of_the_state(worker_of: Workers, in_torch: Any, buffers: Any) -> None:
     local, worker = in_torch.Nested(), worker_of("torch")

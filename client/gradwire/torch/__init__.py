@@ -16,7 +16,7 @@ from gradwire.derived import Derived, anchored
 from gradwire.site import Site
 from gradwire.torch.compiled import traced
 from gradwire.torch.nodes import apply, records_nothing
-from gradwire_wire.errors import UsageError
+from gradwire_wire.errors import RemoteError, UsageError
 from gradwire_wire.structures import fill
 from gradwire_wire.tensors import numpy as numpy_tensors
 from gradwire_wire.tensors.torch import adopt
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["ACCUMULATES", "NAME", "Module", "call", "in_callers_modes", "is_plain", "traced"]
 
 NAME = "torch"
+_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: False)
+_ABOUT_AUTOCAST = (
+    "torch.autocast is on here and has no effect in the worker: tensors go in the dtypes that they have. Convert them, or the "
+    "module, or use autocast in the worker's own code"
+)
 ACCUMULATES = True  # loss.backward() adds to a local module's gradients as well
 
 
@@ -55,7 +60,12 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     if site.accumulate and torch.is_grad_enabled():
         site, tensors = anchored(site), [_anchor(), *tensors]
     fn = Derived(handle, site)
-    results = list(apply(fn, tensors))
+    try:
+        results = list(apply(fn, tensors))
+    except RemoteError as error:
+        if _is_any_autocast_enabled():
+            error.add_note(_ABOUT_AUTOCAST)
+        raise
     tree = fill(fn.structure, results)
     results.clear()  # the graph and its token must end with what the caller holds, not with a collection
     return tree

@@ -53,6 +53,18 @@ class Versioned(nn.Linear):
         self.version = state["version"]
 
 
+class Autocast(nn.Module):
+    """Computes in bfloat16 by autocast of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = make_block([6, 64, 4])
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.block(x)
+
+
 class Nested(nn.Module):
     """An extra state of a part, beside parameters and a buffer; one that cannot be sent if it is of an object."""
 
