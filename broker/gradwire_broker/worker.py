@@ -191,7 +191,7 @@ class Worker:
         if not os.path.isdir(self.order.cwd):
             why = f"there is no folder {self.order.cwd} to run in (cwd=)"
         else:
-            why = f"the system cannot execute {python}: {getattr(error, 'strerror', None) or error}"
+            why = f"the system cannot execute {python}: {_not_executed_because(python, error)}"
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                 why += "; raise the limit on open files (ulimit -Hn) of the program that started the broker"
         return not_started(self.place.name, self.order.framework, why)
@@ -370,3 +370,13 @@ class Worker:
             ended=after,
             output=self.last_output,
         )
+
+
+def _not_executed_because(python: str, error: Exception) -> str:
+    why = str(getattr(error, "strerror", None) or error)
+    code = getattr(error, "errno", None)
+    if code == errno.ENOENT and os.path.exists(python):
+        return f"{why}, which its first line (#!) names. Does that line end with \\r, as files from Windows have it?"
+    if code == errno.ENOEXEC:
+        return f"{why}: neither a program for this machine, nor a script whose first line (#!) names what runs it"
+    return why

@@ -63,8 +63,9 @@ class BrokerChannel:
         _open_channels.add(self)
 
     def send_soon(self, message: Any) -> None:
-        """Does not wait; what a broker that is gone would have got is dropped."""
-        self.thread.call_soon(lambda: self._send(message))
+        """Does not wait; what a broker that is gone would have got is dropped. UsageError for what cannot be said."""
+        packed = control.pack(message)
+        self.thread.call_soon(lambda: self._send_packed(packed))
 
     def follow(self) -> queue.SimpleQueue[control.Output]:
         """From now on what workers print comes here and not on the screen; who takes it says Heard."""
@@ -116,9 +117,12 @@ class BrokerChannel:
         self.thread.listen(self._end, self._broker_perhaps_ended)
 
     def _send(self, message: Any) -> None:
+        self._send_packed(control.pack(message))
+
+    def _send_packed(self, packed: bytes) -> None:
         if self.news.broker_alive:
             with contextlib.suppress(sockets.Unreachable):
-                sockets.send_nowait(self._dealer, [control.pack(message)])
+                sockets.send_nowait(self._dealer, [packed])
 
     def _hear_all(self) -> None:
         try:

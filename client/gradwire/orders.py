@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradwire.worker_records import WorkerSpec
@@ -48,10 +48,8 @@ def with_environment(requirements: Sequence[str] | None, spec: WorkerSpec) -> Wo
     """
     if requirements is None:
         return spec
-    if isinstance(requirements, (str, bytes)):
-        raise UsageError(
-            f"requirements={requirements!r} is one text: give a list of them, [{requirements!r}]"
-        )
+    if isinstance(requirements, (str, bytes)) or not isinstance(requirements, Iterable):
+        raise UsageError(f"requirements={requirements!r}: give a list of them, [{requirements!r}]")
     from gradwire import environments
 
     return spec._replace(python=environments.build(requirements, spec.python).python)
@@ -109,8 +107,8 @@ def _value(name: str, value: Any) -> str | None:
 def _folders(path: Sequence[str | os.PathLike[str]] | None) -> list[str]:
     if path is None:
         return [_absolute("path", ".")]
-    if isinstance(path, (str, bytes, os.PathLike)):
-        raise UsageError(f"path={path!r} is one folder: give a list of folders, [{path!r}]")
+    if isinstance(path, (str, bytes, os.PathLike)) or not isinstance(path, Iterable):
+        raise UsageError(f"path={path!r}: give a list of folders, [{path!r}]")
     return [_absolute("path", folder) for folder in path]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,7 @@ import pytest
 
 import gradwire as gw
 
+TARGETS = pathlib.Path(__file__).parent / "targets"
 Workers = Callable[[str], gw.Worker]
 X = np.ones(3, np.float32)
 
@@ -98,6 +100,27 @@ def test_a_closed_bridge_and_worker() -> None:
     bridge.close()
     with pytest.raises(gw.ClosedError, match="connect"):
         bridge.worker("numpy")
+
+
+def test_folders_with_files_named_like_what_a_worker_needs(
+    shared_bridge: gw.Bridge, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They stand in for nothing of ours; and a worker that takes warnings for errors ends without one."""
+    for name in ("msgpack", "zmq", "numpy", "messages", "desk"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not what was meant')\n")
+    worker = shared_bridge.worker(
+        "numpy", name="strict", path=[tmp_path, TARGETS], env={"PYTHONWARNINGS": "error"}
+    )
+    assert (worker.function("fragile:double")(X) == 2 * X).all()
+    worker.close()
+    assert "[strict]" not in capfd.readouterr().err
+
+
+def test_what_the_broker_cannot_be_told(shared_bridge: gw.Bridge) -> None:
+    for env in ({"A": "half a character \ud800"}, {"A": "x" * (17 << 20)}):
+        with pytest.raises(gw.UsageError, match="cannot be told"):
+            shared_bridge.worker("numpy", name="never", env=env, start_timeout=5.0)
+    assert "never" not in shared_bridge.stats()
 
 
 def test_wrong_interpreter_and_framework(shared_bridge: gw.Bridge, torch_python: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire_wire import control, lifeline, spawn
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ProtocolError, UsageError
 from gradwire_wire.lifeline import CouldNot, Doing, Lifeline, LifelineEnded, WorkerReady
 from gradwire_wire.vocabulary import Vocabulary
 
@@ -123,6 +123,15 @@ def test_a_field_of_an_unknown_type_is_noticed_when_the_vocabulary_is_made() -> 
 
     with pytest.raises(KeyError):
         Vocabulary({1: Odd})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("\ud800", "surrogates"), ("x" * (control.MAX_MESSAGE + 1), "bytes, more than")]
+)
+def test_what_cannot_be_said_is_refused_where_it_is_said(text: str, said: str) -> None:
+    """Or its asker would wait for an answer that never comes."""
+    with pytest.raises(UsageError, match=said):
+        control.pack(control.ReadLog(1, text, False))
 
 
 def test_names_that_are_not_utf8_survive() -> None:

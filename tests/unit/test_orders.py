@@ -58,6 +58,7 @@ def test_env_takes_text_numbers_and_paths_and_none_removes() -> None:
         ({"env": {1: "x"}}, "1, which cannot be the name"),
         ({"env": ["A=x"]}, "as a dict"),
         ({"path": "src"}, r"a list of folders, \['src'\]"),
+        ({"path": 5}, "give a list of folders"),
         ({"path": [None]}, "path=None is not a path"),
         ({"threads": 0}, "1 or more"),
         ({"threads": True}, "1 or more"),

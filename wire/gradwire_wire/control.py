@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 import msgpack
 
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.errors import ProtocolError, UsageError
 from gradwire_wire.vocabulary import Vocabulary
 
 __all__ = [
@@ -305,8 +305,16 @@ KINDS = _VOCABULARY.kinds
 
 
 def pack(message: Any) -> bytes:
-    """One frame. Names of files that are not UTF-8 survive."""
-    packed: bytes = msgpack.packb(_VOCABULARY.to_array(message), unicode_errors="surrogateescape")
+    """One frame. Names of files that are not UTF-8 survive. UsageError for what cannot be said: half a character, too much."""
+    what = type(message).__name__
+    try:
+        packed: bytes = msgpack.packb(_VOCABULARY.to_array(message), unicode_errors="surrogateescape")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UsageError(f"the broker cannot be told that ({what}): {error}") from error
+    if len(packed) > MAX_MESSAGE:
+        raise UsageError(
+            f"the broker cannot be told that ({what}): {len(packed)} bytes, more than {MAX_MESSAGE}"
+        )
     return packed
 
 

@@ -1,8 +1,8 @@
 """The life of a worker's process: ``main`` is called by `gradwire_wire.spawn.BOOT`.
 
 Order matters. First it makes sure not to outlive its broker; then it settles what it inherited; then it looks
-for the packages it needs, so that what is missing is named; then it imports the framework, and only then do
-the user's folders join ``sys.path``, so that a ``torch.py`` of theirs never stands in for the framework.
+for the packages it needs, so that what is missing is named; then it imports the framework and the packages, and only then do
+the user's folders join ``sys.path``, so that a ``torch.py`` or ``msgpack.py`` of theirs never stands in for these.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def main(lifeline_fd: int) -> int:
         desk, engine = _start(config, lifeline)
         lifeline.send_nowait(WorkerReady(_info(engine), desk.far_endpoint))
     except CannotStart as error:
-        lifeline.send_nowait(CouldNot(str(error)[-MOST_TEXT:]))
+        lifeline.send_nowait(CouldNot(str(error).encode("utf-8", "backslashreplace").decode()[-MOST_TEXT:]))
         return 1
     desk.serve(lifeline.fileno(), lambda: _heed(lifeline, desk, engine))
+    lifeline.close()
     return 0
 
 
@@ -87,9 +88,10 @@ def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, Any]:
     sys.argv[:] = ["gradwire_workers"]
     _check_needed()
     engine = _import_framework(config, lifeline)
+    make_desk = _import_desk()
     sys.path[:0] = [folder for folder in config.path if folder not in sys.path]
     lifeline.send_nowait(Doing("opening its sockets"))
-    desk = _open_desk(config, engine)
+    desk = _open_desk(make_desk, config, engine)
     _load_named(config, desk, lifeline)
     faulthandler.unregister(process.DUMP_STACK)
     return desk, engine
@@ -156,12 +158,20 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}\n{''.join(lines)}".rstrip()
 
 
-def _open_desk(config: WorkerConfig, engine: Any) -> Any:
+def _import_desk() -> Any:
     try:
-        from gradwire_wire.machine import shared_limit
         from gradwire_workers.desk import Desk
 
-        return Desk(
+        return Desk
+    except Exception as error:
+        raise CannotStart(f"importing {', '.join(NEEDED.values())} failed: {_told(error)}") from error
+
+
+def _open_desk(make_desk: Any, config: WorkerConfig, engine: Any) -> Any:
+    from gradwire_wire.machine import shared_limit
+
+    try:
+        return make_desk(
             name=config.name,
             incarnation=bytes.fromhex(config.incarnation),
             token=bytes.fromhex(config.token),

@@ -150,7 +150,14 @@ class Desk:
         }
 
     def serve(self, control: Any, on_control: Callable[[], bool]) -> None:
-        """Serve until ``on_control()``, called whenever the control socket is readable, returns False."""
+        """Serve until ``on_control()``, called whenever the control socket is readable, returns False; then close the doors."""
+        try:
+            self._serve_until(control, on_control)
+        finally:
+            self._router.close()
+            self._listener.close()
+
+    def _serve_until(self, control: Any, on_control: Callable[[], bool]) -> None:
         poller = self._poller
         far = () if self._far is None else (self._far.router, self._far.gate.socket)
         for waited in (self._router, self._listener.fileno(), control, *far):

@@ -311,7 +311,9 @@ def test_r65_not_an_interpreter(worker: Callable[..., Any], tmp_path: Path) -> N
     text = tmp_path / "text"
     text.write_text("not a program")
     text.chmod(0o755)
-    assert "Exec format error" in failure(worker, python=str(text))
+    assert "Exec format error: neither a program" in failure(worker, python=str(text))
+    text.write_bytes(b"#!/bin/sh\r\nexec true\r\n")
+    assert "as files from Windows have it" in failure(worker, python=str(text))
 
 
 def test_a_script_that_stands_for_an_interpreter(worker: Callable[..., Any], tmp_path: Path) -> None:
