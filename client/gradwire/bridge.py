@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
-from gradwire.orders import checked_framework, checked_spec, with_environment
+from gradwire.orders import checked_framework, checked_seconds, checked_shape, checked_spec, with_environment
 from gradwire.restarts import Restarts
 from gradwire.worker import Worker, belongs_here
 from gradwire_wire.control import Present
@@ -37,7 +37,12 @@ def connect(target: str | os.PathLike[str] | None = None, *, start_timeout: floa
     up`` has started. start_timeout: seconds the broker may take to answer; ConnectError after that. UsageError names
     what is wrong in a file; WorkerStartError where one of its workers does not start (none is left then).
     """
-    text = None if target is None else os.fspath(target)
+    start_timeout = checked_seconds(start_timeout)
+    if target is not None and not isinstance(target, (str, os.PathLike)):
+        raise UsageError(
+            f"connect takes the path of a .toml file, or the address or name of a broker, not {target!r:.80}"
+        )
+    text = None if target is None else str(os.fspath(target))
     if text is None:
         return Bridge(BrokerLink.start_private(start_timeout))
     if text.endswith(".toml"):
@@ -235,7 +240,7 @@ class Bridge:
         later, and copies it if it must not. Shared with forked children. Free again when the last view is gone.
         """
         self._check_usable()
-        return self._memory.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+        return self._memory.empty(checked_shape(shape), dtype)
 
     def _every_second(self) -> None:
         for worker in list(self._workers.values()):

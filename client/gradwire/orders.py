@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,15 @@ from gradwire.worker_records import WorkerSpec
 from gradwire_wire.control import FRAMEWORKS
 from gradwire_wire.errors import UsageError
 
-__all__ = ["checked_framework", "checked_python", "checked_spec", "with_environment"]
+__all__ = [
+    "checked_framework",
+    "checked_python",
+    "checked_seconds",
+    "checked_shape",
+    "checked_spec",
+    "checked_target",
+    "with_environment",
+]
 
 
 def checked_spec(
@@ -38,7 +47,7 @@ def checked_spec(
         threads=_threads(threads),
         x64=_of_type("x64", x64, bool, "True, False or None"),
         device=_of_type("device", device, str, "a text such as 'cpu' or 'cuda:0'"),
-        start_timeout=_seconds(start_timeout),
+        start_timeout=checked_seconds(start_timeout),
     )
 
 
@@ -140,7 +149,32 @@ def _of_type(argument: str, value: Any, kind: type, expected: str) -> Any:
     return value
 
 
-def _seconds(start_timeout: float) -> float:
+def checked_target(target: Any) -> str:
+    """What a target is named by."""
+    if not isinstance(target, str):
+        raise UsageError(
+            f"a target is named by a text, 'pkg.mod:attr' or 'path/file.py:attr', not by {target!r:.80}"
+        )
+    try:
+        target.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the target {target!r:.80} cannot be sent: {error}") from None
+    return target
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """A shape, of one number or several."""
+    try:
+        made = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        made = (-1,)
+    if any(n < 0 for n in made):
+        raise UsageError(f"a shape is a natural number or a tuple of such, not {shape!r:.80}")
+    return made
+
+
+def checked_seconds(start_timeout: Any) -> float:
+    """A start timeout."""
     number = isinstance(start_timeout, (int, float)) and not isinstance(start_timeout, bool)
     if not number or not math.isfinite(start_timeout) or start_timeout <= 0:
         raise UsageError(f"start_timeout={start_timeout!r}: give a number of seconds")

@@ -10,9 +10,10 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from gradwire.families import (
     tensors_named,
 )
 from gradwire.handle import Handle
+from gradwire.orders import checked_shape
 from gradwire.pullback import Pullback
 from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval, Carrier
@@ -75,11 +77,12 @@ class Options:
         number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
         if self.timeout is not None and not (number and self.timeout > 0):
             raise UsageError(f"timeout must be a positive number of seconds or None, not {self.timeout!r}")
-        is_number = isinstance(self.seed, int) and 0 <= self.seed < 2**63
+        is_number = type(self.seed) is int and 0 <= self.seed < 2**63
         if not (self.seed is None or self.is_seed_traced or is_number):
             raise UsageError(f"seed must be an integer from 0 to 2**63 - 1 or None, not {self.seed!r}")
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 raise UsageError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
 
     @property
@@ -176,6 +179,11 @@ class Remote:
 
     def jvp(self, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         """Forward mode: results and their tangents; a tangent of None is zero."""
+        for what, given in (("primals", primals), ("tangents", tangents)):
+            if not isinstance(given, (tuple, list)):  # the rows of a tensor are no arguments
+                raise UsageError(
+                    f"jvp takes two tuples, one item for each argument: {what} is a {type(given).__name__}"
+                )
         if len(primals) != len(tangents):
             raise UsageError(f"{len(primals)} primals and {len(tangents)} tangents")
         site, family, carriers = self._exported(primals, {})
@@ -293,8 +301,15 @@ class Remote:
         unknown = sorted(set(changes) - set(known))
         if unknown:
             raise UsageError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
-        if family_of(changes.get("seed")):
-            changes["seed"] = _seed(changes["seed"])
+        seed, timeout = changes.get("seed"), changes.get("timeout")
+        if family_of(seed):
+            changes["seed"] = _seed(seed)
+        elif isinstance(seed, Integral) and not isinstance(seed, bool):
+            changes["seed"] = operator.index(seed)
+        if isinstance(timeout, Real) and not isinstance(timeout, bool):
+            changes["timeout"] = _seconds(timeout)
+        if changes.get("out_spec") is not None:
+            _spec_result(changes["out_spec"])  # which refuses what cannot be one
         if changes.get("retry"):
             self._check_retry()
         return Remote(self.handle, self._background, replace(self._options, **changes))
@@ -341,6 +356,10 @@ class Remote:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Replace the state, all or nothing. UsageError names what is missing, unexpected or misshapen."""
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"a state is a dict of tensors by name, as state_dict() gives it, not {state!r:.80}"
+            )
         self._change("load_state_dict", dict(state), strict=bool(strict))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -391,7 +410,7 @@ class Remote:
         only after calls.)
         """
         handle = self.handle
-        if handle.has_warned or once in handle.asked:
+        if handle.has_warned or once in handle.asked or not handle.is_module:
             return
         if once:
             handle.asked.add(once)
@@ -534,7 +553,23 @@ def stays_here(what: str, x: Any, instead: str = "") -> UsageError:
 
 
 def _names(names: str | Sequence[str] | None) -> list[str] | None:
-    return None if names is None else [names] if isinstance(names, str) else list(names)
+    if names is None or isinstance(names, str):
+        return None if names is None else [names]
+    found = list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(name, str) for name in found):
+        raise UsageError(
+            f"names of parameters are texts, or beginnings of names, in a list, not {names!r:.80}"
+        )
+    return found
+
+
+def _seconds(timeout: Any) -> float:
+    try:
+        return float(timeout)
+    except OverflowError:
+        raise UsageError(
+            f"timeout={timeout!r:.40} is more seconds than can be waited; None waits for ever"
+        ) from None
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -568,7 +603,7 @@ def _aval_of(x: Any) -> Aval:
     dtype = dtype_named(name)
     if dtype is None:
         raise UsageError(f"{x.dtype!r} is not a dtype that can be sent")
-    return Aval(tuple(x.shape), dtype)
+    return Aval(checked_shape(x.shape), dtype)
 
 
 def _spec_result(tree: Any) -> SpecResult:

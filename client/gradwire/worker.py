@@ -13,6 +13,7 @@ from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
 from gradwire.families import barrier, exported, is_leaf
 from gradwire.handle import Handle
+from gradwire.orders import checked_target
 from gradwire.remote import Remote
 from gradwire.restarts import MOST_EARLY_ENDS, Restarts
 from gradwire.worker_records import WorkerFacts, WorkerSpec
@@ -106,10 +107,12 @@ class Worker:
 
         UnknownTargetError where it is not there; RemoteError with what its module raised when imported.
         """
-        return Remote(Handle(self._present, "function", target, positional(0), []), self._background)
+        name = checked_target(target)
+        return Remote(Handle(self._present, "function", name, positional(0), []), self._background)
 
     def module(self, target: str, /, *args: Any, **kwargs: Any) -> Remote:
         """A remote module: the factory is called in the worker with these arguments, and the result stays there."""
+        checked_target(target)
         structure, leaves = flatten([list(args), kwargs], is_leaf)
         carriers = exported(leaves, structure)
         return Remote(Handle(self._present, "module", target, structure, carriers), self._background)

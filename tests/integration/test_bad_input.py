@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -74,6 +75,62 @@ def test_unknown_options(numpy_worker: gw.Worker) -> None:
         identity.options(time_out=1)
     with pytest.raises(gw.UsageError, match="positive"):
         identity.options(timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("timeout", 0),
+        ("timeout", float("nan")),
+        ("timeout", True),
+        ("timeout", 10**400),
+        ("seed", True),
+        ("seed", np.float64(3)),
+        ("compile", np.ones(2)),
+        ("compile", 1),
+        ("vmap", ["batch"]),
+        ("out_spec", gw.ShapeDtype((-2,), "float32")),
+        ("out_spec", gw.ShapeDtype("ab", "float32")),
+    ],
+)
+def test_values_that_are_none_of_the_options(numpy_worker: gw.Worker, option: str, value: object) -> None:
+    remote = numpy_worker.function("any_framework:double")
+    with pytest.raises(gw.UsageError, match=option if option != "out_spec" else "shape"):
+        remote.options(**{option: value})
+
+
+def test_numbers_of_numpy_are_numbers(numpy_worker: gw.Worker) -> None:
+    remote = numpy_worker.function("any_framework:double")
+    assert (remote.options(timeout=np.float32(20), seed=np.int64(3))(X) == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda w, b: w.function(5), "a target is named by a text"),
+        (lambda w, b: w.function("half:\ud800"), "cannot be sent"),
+        (lambda w, b: w.module(None), "a target is named by a text"),
+        (lambda w, b: b.empty(-1), "a shape is a natural number"),
+        (lambda w, b: b.empty((2, 2.5)), "a shape is a natural number"),
+        (lambda w, b: gw.connect(5), "path of a .toml file"),
+        (lambda w, b: gw.connect(start_timeout=0), "start_timeout=0"),
+        (lambda w, b: gw.connect(start_timeout="5"), "start_timeout='5'"),
+        (lambda w, b: w.function("any_framework:double").jvp(X, X), "jvp takes two tuples"),
+        (lambda w, b: w.function("any_framework:double").load_state_dict(5), "dict of tensors by name"),
+        (lambda w, b: w.function("any_framework:double").requires_grad_(True, 5), "names of parameters"),
+        (lambda w, b: w.function("any_framework:double").optimizer("a:b"), r"optimizer\(\) needs a module"),
+        (
+            lambda w, b: w.function("any_framework:double")(Future()),
+            r"\.submit\(\.\.\.\), which takes futures",
+        ),
+        (lambda w, b: w.function("any_framework:double")("\ud800"), "a text in it is not Unicode"),
+    ],
+)
+def test_wrong_arguments_of_the_public_api(
+    numpy_worker: gw.Worker, shared_bridge: gw.Bridge, use: Callable[..., object], said: str
+) -> None:
+    with pytest.raises(gw.UsageError, match=said):
+        use(numpy_worker, shared_bridge)
 
 
 def test_a_remote_error_is_the_builtin_too(numpy_worker: gw.Worker) -> None:

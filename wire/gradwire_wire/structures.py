@@ -151,7 +151,7 @@ class _Flattener:
         raise TypeError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent. Trees may hold dict, list, tuple, namedtuple, "
             "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
-            "convert it, or make it inside the worker"
+            f"{_instead_of(x)}"
         )
 
     def number(self, x: Any) -> Any:
@@ -162,6 +162,15 @@ class _Flattener:
 
 
 _NUMBERS = (int, float, complex)
+
+
+def _instead_of(x: Any) -> str:
+    """What to do about a value that cannot be sent."""
+    if hasattr(x, "__await__"):
+        return "await it, and send what it gives"
+    if hasattr(x, "add_done_callback"):
+        return "it will have a result: wait for that (.result()), or make the call by .submit(...), which takes futures"
+    return "convert it, or make it inside the worker"
 
 
 @lru_cache(maxsize=1024)
