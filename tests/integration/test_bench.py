@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +54,42 @@ def test_a_target_of_the_users(tmp_path: Path) -> None:
     assert results["pipe"]["works"]["mine.py:total"]["p50_us"] > 0 and "error" not in results["pipe"]
     assert results["machine"]["processors"] >= 1 and results["machine"]["packages"]["numpy"]
     assert "jax.jit caller" in done.stdout and "pickle over a pipe" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_r62_it_ends_at_once_and_with_all_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    mark = f"GRADWIRE_BENCH_TEST={uuid.uuid4().hex}"
+    command = [sys.executable, "-m", "gradwire", "bench", "--framework", "numpy", "--callers", "numpy"]
+    one = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **dict([mark.split("=")])},
+    )
+    until(lambda: len(marked(mark)) == 4)  # itself, the caller that measures, its broker and its worker
+    (os.killpg if number == signal.SIGINT else os.kill)(one.pid, number)
+    said = one.communicate(timeout=10)[1]
+    assert one.returncode == (130 if number == signal.SIGINT else -number) and "Traceback" not in said
+    until(lambda: not marked(mark))
+
+
+def marked(mark: str) -> list[str]:
+    """The processes that have this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(folder.name)
+    return found
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
 
 
 def test_a_target_that_is_not_there_or_fails_is_a_sentence(tmp_path: Path) -> None:

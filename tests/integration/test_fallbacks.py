@@ -84,6 +84,12 @@ def test_r63_memfd_forbidden_everywhere() -> None:
     assert said.count("gradwire: ") == 1 and "travel through files" in said and "not permitted" in said
 
 
+def test_a_system_call_that_is_needed_is_named() -> None:
+    code = "import gradwire as gw\ntry: gw.connect()\nexcept gw.ConnectError as error: print(error)"
+    output, said = run(code, *hardened("pidfd_open"))
+    assert "the system call pidfd_open is needed: Linux 5.3 or newer" in output and not said
+
+
 def test_r63_nothing_can_be_shared() -> None:
     """No file may have any bytes, memory files included."""
     import resource

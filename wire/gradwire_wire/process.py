@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -76,6 +77,16 @@ def open_pidfd(pid: int) -> int:
 
     Pythons built against old kernel headers (conda's, uv's) lack ``os.pidfd_open``, though the kernel has it.
     """
+    try:
+        return _open_pidfd(pid)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        needed = "the system call pidfd_open is needed: Linux 5.3 or newer, and allowed in this container"
+        raise OSError(error.errno, f"{error.strerror} ({needed})") from error
+
+
+def _open_pidfd(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     import ctypes

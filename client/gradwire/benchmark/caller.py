@@ -22,6 +22,7 @@ from gradwire.benchmark.plan import MEASURE, Plan, Work, identity_of
 from gradwire.families import is_leaf
 from gradwire.recording import FaceCall, Recorded, Recording
 from gradwire.trace_events import parts_of
+from gradwire_wire import process
 from gradwire_wire.structures import fill, flatten
 
 __all__ = ["main", "measured"]
@@ -138,12 +139,15 @@ def _direct(worker: gw.Worker, plan: Plan, work: Work) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure the caller that is named, by the plan on stdin."""
+    """Measure the caller that is named, by the plan on stdin. It ends with who asked for it, and says nothing then."""
+    process.die_with_parent()
     plan = Plan.of(json.load(sys.stdin))
     try:
         figures = measured(sys.argv[1], plan)
     except Exception as error:  # whatever it is, it is this caller's answer
         figures = {"error": _sentence(error)}
+    except KeyboardInterrupt:  # of the whole group, whose first process says so
+        return 130
     print(json.dumps(figures))
     return 0
 
