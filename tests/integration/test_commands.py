@@ -197,6 +197,7 @@ def test_a_broker_that_does_not_answer_hides_no_other(
     monkeypatch.setattr(call, "ANSWER_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until_stopped(pid)
         assert commands.main(["ps"]) == 1
         said = capsys.readouterr()
         assert "another" in said.out and "shell" not in said.out.split()
@@ -207,7 +208,16 @@ def test_a_broker_that_does_not_answer_hides_no_other(
         assert finding.level == "problem" and finding.remedy == f"kill -CONT {pid}"
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert gradwire("stop", "--all", "--broker", "other").returncode == 0
+        assert gradwire("stop", "--all", "--broker", "other").returncode == 0
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Every thread: a busy machine takes its time."""
+    deadline = time.monotonic() + 10
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
