@@ -228,6 +228,51 @@ def test_extra_states_are_part_of_the_state(worker_of: Workers, in_torch: Any, b
     assert len(list(odd.parameters())) == 4
 
 
+def test_ensembles_of_stacked_parameters(worker_of: Workers, in_torch: Any) -> None:
+    worker, seeds = worker_of("torch"), range(3)
+    remotes = [gw.torch.Module(worker.module("in_torch:make_block", SIZES, seed=i)).eval() for i in seeds]
+    locals_ = [in_torch.make_block(SIZES, seed=i).eval() for i in seeds]
+    found = []
+    for nets in (remotes, locals_):
+        stacked, buffers = torch.func.stack_module_state(nets)
+
+        def loss(parameters: Any, net: Any = nets[0], buffers: Any = buffers) -> Any:
+            def one(parameters: Any, buffers: Any) -> Any:
+                return torch.func.functional_call(net, (parameters, buffers), (X.float(),))
+
+            return torch.vmap(one)(parameters, buffers).square().sum()
+
+        value, bars = loss(stacked), torch.func.grad(loss)(stacked)  # a graph is recorded below both
+        value.backward()
+        found.append([value, *(bars[n] for n in stacked), *(x.grad for x in stacked.values())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_tied_between_two_remotes_and_a_layer_here(worker_of: Workers, in_torch: Any) -> None:
+    worker = worker_of("torch")
+    nets = [gw.torch.Module(worker.module("in_torch:make_block", [64, 64], seed=i)) for i in (0, 1)]
+    theirs = [in_torch.make_block([64, 64], seed=i) for i in (0, 1)]
+    heads = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    heads[1].load_state_dict(heads[0].state_dict())
+    models, x = [], torch.randn(3, 64)
+    for (first, second), head in zip((nets, theirs), heads, strict=True):
+        part = first.get_submodule("0")
+        second.get_submodule("0").weight = head.weight = part.weight
+        models.append(nn.Sequential(first, second, head))
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        assert len(list(model.parameters())) == 4
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    for (name, ours), local in zip(
+        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(ours, local, rtol=1e-5, atol=1e-5, msg=name)
+
+
 def test_tied_parameters_and_buffers_that_are_not_saved(worker_of: Workers, in_torch: Any) -> None:
     remote = worker_of("torch").module("in_torch:Tied")
     x = X.float()

@@ -299,13 +299,14 @@ class TorchFunctional(TorchProgram):
         return self._within(site, leaves_of(self.place(operands)), super().run, site, word, operands)
 
     def keep(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> tuple[Result, Kept]:
+        if any(op[0] == "V" for op in word):
+            return super().keep(site, word, operands)
         if not word:
             result, kept = super().keep(site, word, operands)
         else:
             leaves = leaves_of(self.place(operands))
             result, kept = self._within(site, leaves, super().keep, site, word, operands)
-        if not any(op[0] == "V" for op in word):
-            kept.within = lambda leaves, function, *args: self._within(site, leaves, function, *args)
+        kept.within = lambda leaves, function, *args: self._within(site, leaves, function, *args)
         return result, kept
 
     def _within(
