@@ -7,6 +7,7 @@ The call itself is made by the face of the backend's tensors: `gradwire.tensorfl
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +20,7 @@ from gradwire.families import face_named, family_of_call, is_leaf
 from gradwire.functional import Functional
 from gradwire.static_shapes import StaticAval, static_results
 from gradwire_wire.dtypes import dtype_named
-from gradwire_wire.errors import DtypeError, UsageError
+from gradwire_wire.errors import DtypeError, RemoteError, UsageError
 from gradwire_wire.structures import fill, flatten
 
 if TYPE_CHECKING:
@@ -202,7 +203,8 @@ class Layer(keras.layers.Layer):
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
     def save_own_variables(self, store: Any) -> None:
-        """All weights by name, and the buffers that the worker has."""
+        """All weights by name, and the buffers that the worker has. Warns of extra states of a torch module, which are not."""
+        self._warn_of_extra_states()
         for variable in self._all_own():
             store[variable.name] = to_numpy(variable.value)
         for key, (_, value) in self._remote_buffers().items():
@@ -225,6 +227,21 @@ class Layer(keras.layers.Layer):
             self.remote.load_state_dict(state, strict=False)
         for name, variable in variables.items():
             variable.assign(self._resident(found[name]))
+
+    def _warn_of_extra_states(self) -> None:
+        own = self.remote.options(family="numpy")
+        known = {*own.parameters(), *own.buffers(), *self.remote._change("aliases")}
+        try:
+            extra = [name for name in own.state_dict() if name not in known]
+        except (UsageError, RemoteError) as error:
+            extra = [f"something that cannot be sent: {error}"]
+        if extra:
+            warnings.warn(
+                f"{self.name}: weight files do not have what else is in the state of {self.remote.handle.name} "
+                f"({', '.join(extra[:5])}). Save that yourself: remote.state_dict()",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _all_own(self) -> Iterable[Any]:
         own, moving = self._own.value

@@ -361,6 +361,15 @@ def test_bad_input_says_what_to_do(worker_of: Workers, tmp_path: Path) -> None:
         model.compile("sgd", "mse", jit_compile=True)
 
 
+def test_a_weight_file_says_what_it_leaves_out(worker_of: Workers, tmp_path: Path) -> None:
+    worker = worker_of("torch")
+    for odd, what in ((False, r"inner\._extra_state"), (True, "cannot be sent")):
+        layer = gw.keras.Layer(worker.module("in_torch:Nested", odd=odd))
+        model = keras.Sequential([keras.Input((3,)), layer])
+        with pytest.warns(UserWarning, match=rf"weight files do not have .*{what}"):
+            model.save_weights(tmp_path / "w.weights.h5")
+
+
 def test_generations_a_step_in_the_worker_a_load_and_a_restart(
     shared_bridge: gw.Bridge, torch_python: Any
 ) -> None:

@@ -75,7 +75,7 @@ class Nested(nn.Module):
             self.inner.version = object()
 
     def forward(self, x):
-        return self.norm(self.inner(x)) * float(self.inner.version)
+        return self.norm(self.inner(x)) * float(getattr(self.inner.version, "real", 1))
 
 
 def scripted():
