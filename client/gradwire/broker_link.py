@@ -158,8 +158,9 @@ class BrokerLink:
     def _wait_started(self, request: Request, spec: WorkerSpec) -> Any:
         start = time.monotonic()
         progress_s = FIRST_PROGRESS_S
-        while (past := time.monotonic() - start) < spec.start_timeout + PATIENCE_S:
-            answer = self._news.wait_answer(request, progress_s - past)
+        longest_s = spec.start_timeout + PATIENCE_S
+        while (past := time.monotonic() - start) < longest_s:
+            answer = self._news.wait_answer(request, min(progress_s, longest_s) - past)
             if answer is not None:
                 return answer
             if not self.broker_alive:
@@ -168,7 +169,10 @@ class BrokerLink:
                 doing = request.doing or "waiting for the broker"
                 _say(f"worker {spec.name or spec.framework!r} is still {doing} ({progress_s:.0f} s)")
                 progress_s += NEXT_PROGRESS_S
-        raise WorkerStartError("the broker does not answer; close the bridge and connect anew")
+        raise WorkerStartError(
+            f"worker {spec.name or spec.framework!r} did not start: the broker has not answered for {longest_s:g} s; is it stopped? "
+            "Close the bridge and connect anew"
+        )
 
     def interrupt(self, incarnation: bytes) -> None:
         """SIGINT to the worker, if it is ready and there. Does not wait."""
@@ -227,7 +231,8 @@ class BrokerLink:
                 return found
             if found.state == "ended":
                 raise WorkerDiedError(
-                    f"worker {name!r} ended ({found.doing}); its last output: gradwire logs {name}",
+                    f"worker {name!r} ended ({found.doing}); its last output: gradwire logs {name}. To have it again: "
+                    "gradwire stop --all, and gradwire up FILE",
                     was_running=False,
                 )
             if time.monotonic() > deadline:

@@ -436,10 +436,10 @@ class Connection:
 
     def _look_around(self, deadline: float | None) -> None:
         """No reply yet: is there still somebody to wait for?"""
+        if self._closed:  # first: then the worker ends as well, and that is no news
+            self._raise_closed(was_running=True)
         if self._gone.is_set():
             self._raise_dead(was_running=True)
-        if self._closed:
-            self._raise_closed(was_running=True)
         if deadline is not None and time.perf_counter() > deadline:
             raise DeadlineError(
                 f"worker {self.facts.name!r} did not answer in time; it was interrupted. Code that loops in C cannot be: "
@@ -448,7 +448,9 @@ class Connection:
 
     def _raise_unreachable(self, was_running: bool = False) -> NoReturn:
         """The line is broken: because the worker is gone or this end was closed, as will be known at once."""
-        if self._is_replaced or (not self._gone.wait(REPORT_S) and self._closed):
+        if not (self._is_replaced or self._closed):
+            self._gone.wait(REPORT_S)
+        if self._is_replaced or self._closed:
             self._raise_closed(was_running)
         self._raise_dead(was_running)
 

@@ -500,6 +500,8 @@ class Pipeline:
             raise _Strange
         self._making.discard(call.key)
         if type(reply) is Failed:
+            if self._is_over and reply.type_name == "KeyboardInterrupt":  # by `close`, which has cancelled it
+                connection._raise_closed(was_running=True)
             raise connection.error_of(reply)
         return self._long_outcome(call, reply, frames)
 
@@ -558,10 +560,10 @@ class Pipeline:
         with self._finished_lock:
             self._finished.notify_all()
         for call, result, error in done:
+            if call.is_abandoned:  # and told why
+                continue
             if error is not None:
                 self._note_error(call, error)
-            if call.is_abandoned:
-                continue
             if not self._is_ours(call.future):  # made before the worker was restarted
                 self._background.start(call.future, _giving(result) if error is None else raising(error))
             elif call.future._done_callbacks:

@@ -133,6 +133,11 @@ def test_wrong_arguments_of_the_public_api(
         use(numpy_worker, shared_bridge)
 
 
+def test_a_function_loaded_as_a_module_is_said_to_be_one(numpy_worker: gw.Worker) -> None:
+    with pytest.raises(TypeError, match=r"load it by worker\.function\('any_framework:double'\)"):
+        numpy_worker.module("any_framework:double")
+
+
 def test_a_remote_error_is_the_builtin_too(numpy_worker: gw.Worker) -> None:
     with pytest.raises(ValueError, match="bad 42") as caught:
         numpy_worker.function("any_framework:bad")(X)

@@ -688,7 +688,7 @@ class Desk:
         """The program of what a target named; where that is a module's factory, it is called."""
         is_module = kind == "module"
         if is_module and is_factory(found):
-            found = found(*args, **kwargs)
+            found = _made_by(found, target, args, kwargs)
         elif is_module and (args or kwargs):
             raise UsageError(f"{target} is an instance, not a factory: it takes no arguments here")
         if not is_module and not callable(found):  # what a module is, its framework's file knows
@@ -829,6 +829,19 @@ def _aval_of(raw: Any) -> Aval:
     if not all(type(n) is int and n >= 0 for n in raw[0]):
         raise ProtocolError(f"a shape must be natural numbers, not {raw[0]!r:.80}")
     return Aval(tuple(raw[0]), checked_dtype(*raw[1]))
+
+
+def _made_by(factory: Any, target: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What a module's factory returns. TypeError with a hint where it cannot be called so."""
+    try:
+        return factory(*args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # from within the factory
+        raise TypeError(
+            f"{error}. worker.module() calls its target, a factory, with the arguments after it; to call a function "
+            f"with tensors, load it by worker.function({target!r})"
+        ) from None
 
 
 def _never(_: Any) -> bool:
