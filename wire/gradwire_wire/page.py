@@ -74,8 +74,8 @@ COUNT_BITS = 24
 COUNT = (1 << COUNT_BITS) - 1
 ROUND = 200
 """Looks (40 ns each) between two at which other threads of this process may run."""
-CLIENT_LOOKS, CLIENT_NEAR_S = 8000, 500e-6
-WORKER_LOOKS, WORKER_NEAR_S = 1600, 250e-6
+CLIENT_LOOKS, CLIENT_NEAR_S = 25000, 1200e-6
+WORKER_LOOKS, WORKER_NEAR_S = 8000, 600e-6
 
 
 def can_page() -> bool:
