@@ -476,7 +476,7 @@ def test_it_goes_on_as_long_as_it_pays() -> None:
     assert simulate(Spin(1000, 2e-4), 2000, 1e-4, 3e-5) > 0.98
 
 
-@pytest.mark.parametrize("looking_s", [9e-5, 1e-4, 3e-4])
+@pytest.mark.parametrize("looking_s", [9.6e-5, 1e-4, 3e-4])
 def test_in_vain_it_becomes_rare(looking_s: float) -> None:
     spin = Spin(1000, 2e-4)
     simulate(spin, 10_000, 1e-4, looking_s)

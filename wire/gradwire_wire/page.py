@@ -2,7 +2,7 @@
 
 Theory of operation. A page is made by the client and passed with the lane's socket. Each half has one writer::
 
-    words      0  request    number << 24 | bytes     client writes
+    words      0  request    number << 24 | bytes     client writes (bytes 0: the call is in the socket)
                8  answer     number << 24 | bytes     worker writes       (bytes 0: the answer is in the socket)
               16  awake      1: do not ring           worker writes, for itself
               24  awake      1: do not ring           client writes, for itself
@@ -10,11 +10,12 @@ Theory of operation. A page is made by the client and passed with the lane's soc
 
 A sender writes the frame, then its word, and rings (a packet of one zero byte by the socket) unless the receiver is
 awake. A receiver that is awake looks at the word again and again; before it sleeps in a poll or receive, it is
-not awake any more and looks once more. All other frames, and the end of the peer, come by the socket as on any lane.
+not awake any more and looks once more. All other frames, and the end of the peer, come by the socket as on any lane; whoever
+sends a packet says so in its word before (bytes 0), for a peer that looks nowhere else. So the words count all calls.
 
 Whether to look is the client's decision (spin.py). A worker looks for the next call of a client that looks, if it
 has come soon of late. A client that will not look for its answer sends short calls of some KiB as packets too, as on a lane without a
-page, and is answered in kind: a frame and a bell cost more than a packet. Short calls are counted either way.
+page, and is answered in kind: a frame and a bell cost more than a packet.
 
 Order of memory. This is for x86 alone, where loads are in order, stores are in order, and a store of eight
 aligned bytes is whole; CPython makes one of an item assignment to a memoryview of 'Q', and copies arrays by plain stores
@@ -38,6 +39,7 @@ between frame and word has said nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -169,24 +171,24 @@ class PageLane(Lane):
 
 
 class ClientPage(PageLane):
-    """The client's end. ``is_alone``: whether no other call of this process is in flight: only then it looks."""
+    """The client's end. ``is_alone``: whether no other call of this process is in flight: only then it looks.
+
+    _is_open: whether a call has no answer yet, as far as the page tells.
+    """
 
     def __init__(self, sock: socket.socket, page: SharedPage, receive_timeout_ms: int) -> None:
         super().__init__(sock, page, receive_timeout_ms)
         self._spin = Spin(CLIENT_LOOKS, CLIENT_NEAR_S)
-        self._is_short, self._looks = False, 0
+        self._is_open, self._looks = False, 0
         self._rung = 0  # the number of the call for which it was rung again
 
     def send_short_nowait(self, nbytes: int) -> None:
         """Send or show the short call that lies in ``outgoing``. Unreachable where the worker is gone and was asleep."""
-        self._is_short = True
-        self._number += 1
-        self._seen = self._words[ANSWER]
-        self._looks = self._spin.looks() if self.is_alone and self._has_processors else 0
-        self._sent_at = perf_counter()
+        self._begin()
         if self._looks or nbytes > PACKET:
             self._show(nbytes)
         else:
+            self._announce()
             self._send(self.outgoing[:nbytes])
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
@@ -196,12 +198,25 @@ class ClientPage(PageLane):
             self.outgoing[: len(frame)] = frame
             self.send_short_nowait(len(frame))
             return
-        self._is_short, self._looks = False, 0
+        self._begin()
+        self._announce()
         super().send_nowait(frames)
+
+    def _announce(self) -> None:
+        """For a worker that looks at the page: a packet comes."""
+        self._words[REQUEST] = self._number << COUNT_BITS
+
+    def _begin(self) -> None:
+        """The next call: its number, and whether its answer is to be looked for."""
+        self._is_open = True
+        self._number += 1
+        self._seen = self._words[ANSWER]
+        self._looks = self._spin.looks() if self.is_alone and self._has_processors else 0
+        self._sent_at = perf_counter()
 
     def receive(self) -> list[bytes] | int:
         """See `Lane.receive`."""
-        if not self._is_short:
+        if not self._is_open:
             return self._sleep()
         looks, self._looks = self._looks, 0
         is_here = (looks and self._look(looks)) or self.leave_off()
@@ -214,14 +229,14 @@ class ClientPage(PageLane):
             try:
                 received = self._packet_or_bell(0)
             except Again:
-                if not self._is_short or self._words[ANSWER] == self._seen:
+                if not self._is_open or self._words[ANSWER] == self._seen:
                     self._ring_again()
                     raise
                 received = None
             if received is not None:
-                self._is_short = False
+                self._is_open = False
                 return received
-            if self._is_short and self._words[ANSWER] != self._seen:
+            if self._is_open and self._words[ANSWER] != self._seen:
                 return self._answer()
 
     def _ring_again(self) -> None:
@@ -229,12 +244,12 @@ class ClientPage(PageLane):
 
         Also once where it says that it is awake, for it may say so and have forgotten this page.
         """
-        if self._is_short and (self._rung != self._number or not self._words[WORKER_AWAKE]):
+        if self._is_open and (self._rung != self._number or not self._words[WORKER_AWAKE]):
             self._rung = self._number
             self._ring()
 
     def _answer(self) -> list[bytes] | int:
-        self._is_short = False
+        self._is_open = False
         number, nbytes = self._take()
         if number != self._number:
             raise Unreachable("the worker's page answers another call")
@@ -246,13 +261,13 @@ class ClientPage(PageLane):
             while True:
                 received = self._packet_or_bell(NOWAIT)
                 if received is not None:
-                    self._is_short = False
+                    self._is_open = False
                     return received
         except Again:
             pass
-        if not self._is_short or self._words[ANSWER] == self._seen:
+        if not self._is_open or self._words[ANSWER] == self._seen:
             return None
-        self._is_short = False
+        self._is_open = False
         number, nbytes = self._take()
         if number != self._number:
             raise Unreachable("the worker's page answers another call")
@@ -291,12 +306,24 @@ class WorkerPage(PageLane):
         is_worth_it = self._gap_s <= WORKER_NEAR_S and self._has_processors and not self.was_packet
         return (is_worth_it and self._look(WORKER_LOOKS)) or self.leave_off()
 
-    def next(self) -> list[bytes] | int:
-        """The length of the short call that was seen, or the message that is there instead."""
-        self.was_packet = False
+    def next(self) -> list[bytes] | int | None:
+        """The length of the short call that was seen, or the message that is there instead; None where nothing is yet."""
         self._number, nbytes = self._take()
         self._note_gap()
-        return [bytes(self.incoming[:nbytes])] if nbytes and self.incoming[0] >= LONG else nbytes
+        if not nbytes:
+            return self._announced()
+        self.was_packet = False
+        return [bytes(self.incoming[:nbytes])] if self.incoming[0] >= LONG else nbytes
+
+    def _announced(self) -> list[bytes] | int | None:
+        """The packet that the word has announced. None where it does not come at once: then the poller will see it."""
+        for _ in range(ROUND):
+            with contextlib.suppress(Again):
+                received = self._packet_or_bell(NOWAIT)
+                if received is not None:
+                    self.was_packet = type(received) is int
+                    return received
+        return None
 
     def _note_gap(self) -> None:
         gap_s = min(perf_counter() - self._sent_at, 1.5 * WORKER_NEAR_S)
@@ -308,11 +335,10 @@ class WorkerPage(PageLane):
             received = self._packet_or_bell(NOWAIT)
         except Again:
             received = None
-        if type(received) is int:
-            self.was_packet = True
-            self._number += 1
-            self._note_gap()
         if received is not None:
+            self._number, _ = self._take()  # which has announced it
+            self._note_gap()
+            self.was_packet = type(received) is int
             return received
         return self.next() if self._words[REQUEST] != self._seen else None
 

@@ -187,7 +187,9 @@ class Desk:
         until = time.perf_counter() + TURN_S
         try:
             while lane.is_next_here():
-                self._serve(session, lane.next(), lane)
+                received = lane.next()
+                if received is not None:
+                    self._serve(session, received, lane)
                 if time.perf_counter() > until:
                     return True
         except sockets.Unreachable:
