@@ -13,6 +13,7 @@ from torch.func import grad, jvp, vmap
 
 import gradwire.torch
 from gradwire.site import Site, SpecResult
+from gradwire.torch import operator
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import flatten, positional
 from tests.doubles.torch_remote import TorchRemote as Remote
@@ -90,6 +91,45 @@ def test_sizes_that_do_not_follow_are_fixed(remote: Callable[..., Remote]) -> No
     compiled = whole(lambda x: r(x), dynamic=True)
     for n in (6, 8, 40):
         equal(compiled(double(n)), g(double(n)))
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        lambda x: torch.nn.functional.pad(x, (0, -len(x) % 4)),  # 8, 16 and 32 stay what they are
+        lambda x: x[:100] * 1,
+        lambda x: x[: len(x) // 2] * 1,
+    ],
+    ids=["padded", "clipped", "halved"],
+)
+def test_sizes_that_seem_to_follow_are_fixed(remote: Callable[..., Remote], g: Function) -> None:
+    r = remote(g)
+    compiled = whole(lambda x: r(x) / r(x).shape[0], dynamic=True)
+    for n in (8, 9, 200):
+        equal(compiled(double(n)), g(double(n)) / g(double(n)).shape[0])
+
+
+def test_r35_what_a_graph_was_not_told_is_an_error(remote: Callable[..., Remote]) -> None:
+    """It would misread the memory."""
+    r, x = remote(lambda x: x.float() if x.sum() > 0 else x * 1), double(4).abs()
+    one = flatten(x, torch.is_tensor)[0]
+    r.handle.spec = lambda site, avals: SpecResult(avals, one)
+    compiled = whole(lambda x: r(x) + 1)
+    equal(compiled(-x), 1 - x)
+    with pytest.raises(
+        UsageError, match=r"announced as float64\[4\] when .* traced, and float32\[4\] arrived"
+    ):
+        compiled(x)
+
+
+def test_calls_of_another_process_are_unknown(remote: Callable[..., Remote]) -> None:
+    """torch keeps compiled graphs on disk, and a saved program can be loaded anywhere."""
+    r, x = remote(f), double(4)
+    whole(r)(x, double(4, 4))
+    seen = {*operator._calls}
+    assert all(len(name) > 16 for name in seen)  # nobody else's
+    with pytest.raises(UsageError, match="compiled or exported in another process"):
+        torch.ops.gradwire.call("0", "()", 0, False, 0, True, None, [x, double(4, 4)])
 
 
 def test_gradients_with_dynamic_sizes(remote: Callable[..., Remote]) -> None:

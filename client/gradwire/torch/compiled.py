@@ -97,7 +97,7 @@ def _described(
     if site.accumulate and with_gradient:
         site = anchored(site)
     operator.operator(site.stateful)
-    return operator.number(handle, site), site.stateful, site.anchored
+    return operator.name(handle, site), site.stateful, site.anchored
 
 
 @constant

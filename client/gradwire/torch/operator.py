@@ -8,6 +8,7 @@ are two of it: pure calls may be merged, reordered and dropped; those of statefu
 from __future__ import annotations
 
 import ast
+import secrets
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,23 +22,27 @@ from gradwire.torch import evaluation
 from gradwire.torch.symbols import symbolic_avals
 from gradwire.torch.tokens import token_tensor
 from gradwire_wire.errors import UsageError
-from gradwire_wire.tensors.torch import torch_dtype
+from gradwire_wire.tensors.torch import aval, torch_dtype
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["evaluate", "number", "operator", "structure"]
+__all__ = ["evaluate", "name", "operator", "structure"]
 
 _SCHEMA = "(str call, str word, int token_ops, bool accumulate, int keep, bool compiled, Tensor? token, Tensor[] operands) -> Tensor[]"
-_calls: list[tuple[Handle, Site]] = []  # for ever: a compiled graph knows a call by its number alone
+# For ever: a compiled graph knows a call by its name alone. No other process has the same names: torch keeps compiled
+# graphs on disk, and a saved program may be loaded where the first call is another.
+_calls: dict[str, tuple[Handle, Site]] = {}
+_PROCESS = secrets.token_hex(8)
 _structures: dict[str, bytes] = {}
 
 
 @cache
-def number(handle: Handle, site: Site) -> str:
+def name(handle: Handle, site: Site) -> str:
     """What the operator knows a call by."""
-    _calls.append((handle, site))
-    return str(len(_calls) - 1)
+    made = f"{_PROCESS}.{len(_calls)}"
+    _calls[made] = (handle, site)
+    return made
 
 
 def structure(call: str) -> bytes:
@@ -47,7 +52,7 @@ def structure(call: str) -> bytes:
 
 def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
     """`evaluation.evaluate` as a call of the operator: the same, but unused operands get zeros."""
-    call = number(fn.handle, fn.site)
+    call = name(fn.handle, fn.site)
     *results, kept = operator(fn.site.stateful)(
         call, repr(fn.word), fn.token_ops, fn.accumulate, fn.keep, False, token, list(operands)
     )
@@ -59,15 +64,15 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
 @cache
 def operator(in_order: bool) -> Any:
     """The operator, for pure or for stateful sites; defined when it is first needed."""
-    name = "call_in_order" if in_order else "call"
-    _library().define(name + _SCHEMA)
-    _library().impl(name, _run, "CompositeExplicitAutograd")
+    called = "call_in_order" if in_order else "call"
+    _library().define(called + _SCHEMA)
+    _library().impl(called, _run, "CompositeExplicitAutograd")
     register_fake = getattr(torch.library, "register_fake", None) or torch.library.impl_abstract
-    register_fake(f"gradwire::{name}", _fake, lib=_library())
-    found = getattr(torch.ops.gradwire, name).default
+    register_fake(f"gradwire::{called}", _fake, lib=_library())
+    found = getattr(torch.ops.gradwire, called).default
     if hasattr(torch.library, "register_autograd"):  # from torch 2.4 on; for Dynamo alone
         torch.library.register_autograd(
-            f"gradwire::{name}", _backward, setup_context=_setup_context, lib=_library()
+            f"gradwire::{called}", _backward, setup_context=_setup_context, lib=_library()
         )
     if in_order:
         _forbid_reordering(found)
@@ -88,8 +93,18 @@ def _forbid_reordering(found: Any) -> None:
 
 
 def _derived(call: str, word: str, token_ops: int, accumulate: bool, keep: int) -> Derived:
-    handle, site = _calls[int(call)]
+    handle, site = _known(call)
     return Derived(handle, site, ast.literal_eval(word), token_ops, accumulate, keep)
+
+
+def _known(call: str) -> tuple[Handle, Site]:
+    found = _calls.get(call)
+    if found is None:
+        raise UsageError(
+            "this program with a remote call was compiled or exported in another process, whose remote functions are not here. "
+            "Compile or export it anew where it runs"
+        )
+    return found
 
 
 def _run(
@@ -105,6 +120,8 @@ def _run(
     _refuse_forward_mode(compiled)
     fn = _derived(call, word, token_ops, accumulate, keep)
     results, kept = evaluation.evaluate(fn, token, operands)
+    if compiled and not fn.word:
+        _check_announced(fn, operands, results)
     if fn.structure:
         _structures[call] = fn.structure
     dense = [evaluation.zeros_like_result(fn, i, operands) if y is None else y for i, y in enumerate(results)]
@@ -131,6 +148,19 @@ def _fake(
     return [*results, torch.empty((*rows, 2), dtype=torch.int64)]
 
 
+def _check_announced(fn: Derived, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """A compiled graph takes results for what it was told they would be: other sizes or types it would misread."""
+    announced = fn.result_avals([aval(x) for x in operands])
+    came = [aval(y) for y in results]
+    for i, (a, b) in enumerate(zip(announced, came, strict=True)):
+        if a != b:
+            raise UsageError(
+                f"{fn.handle.name}: result {i} was announced as {a.dtype.name}{list(a.shape)} when this call was traced, and "
+                f"{b.dtype.name}{list(b.shape)} arrived. Where shapes or dtypes depend on values, make the call outside of what "
+                "is compiled or traced, or give options(out_spec=...) and keep to it"
+            )
+
+
 def _refuse_forward_mode(compiled: bool) -> None:
     """In a compiled graph there is no node of ours around the operator, and the tangent would silently be zero."""
     if compiled and forward_ad._current_level >= 0:
@@ -153,7 +183,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
     """The rules of `gradwire.torch.nodes`, as a compiler can trace them."""
     kept, *operands = ctx.saved_tensors
-    _, site = _calls[int(ctx.call)]
+    _, site = _known(ctx.call)
     found: list[Any] = [None] * len(operands)
     needed = ctx.needs_input_grad[7]
     wrt = tuple(i for i, x in enumerate(operands) if needed[i] and (x.is_floating_point() or x.is_complex()))

@@ -21,7 +21,8 @@ def symbolic_avals(fn: Derived, operands: Sequence[Any]) -> tuple[list[Aval], by
     """Shapes and dtypes of the results in the symbols of the operands' shapes, and F's result tree (b"" for derivatives).
 
     Each symbol is varied on its own: a size of the results is an integer multiple of one symbol plus a
-    constant, or else the symbols are fixed at the values they have now, which compiles anew for others.
+    constant, or else the symbols are fixed at the values they have now, which compiles anew for others. (Sizes that
+    are padded, rounded or clipped look like that at some sizes: so some odd and some large ones are among those tried.)
     """
     structure = b""
 
@@ -64,17 +65,51 @@ def _follow(
     """Put the symbol where the results' sizes follow it; False where they do so in a way that is not linear."""
     n = now[name]
     try:
-        found = [_spec(fn, named, {**now, name: m}).avals for m in (n, 2 * n, 4 * n)]
+        found = [_sizes(fn, named, {**now, name: m}) for m in (n, 2 * n, 4 * n)]
     except GradwireError:
         return False
-    if len({tuple(len(a.shape) for a in avals) for avals in found}) != 1:
+    lines = _lines(n, *found)
+    if lines is None or not all(
+        _fits(fn, named, {**now, name: m}, m, lines) for m in (n + 1, n + 3, 61 * n + 1)
+    ):
         return False
-    for shape, *same in zip(shapes, *found, strict=True):
-        for i, (a, b, c) in enumerate(zip(*(a.shape for a in same), strict=True)):
-            times, rest = divmod(b - a, n)
-            if a == b == c:
-                continue
-            if rest or c - b != 2 * (b - a) or isinstance(shape[i], torch.SymInt):
+    for shape, line in zip(shapes, lines, strict=True):
+        for i, (times, rest) in enumerate(line):
+            if times and isinstance(shape[i], torch.SymInt):
                 return False
-            shape[i] = symbol * times + (a - times * n)
+            if times:
+                shape[i] = symbol * times + rest
     return True
+
+
+Line = list[tuple[int, int]]
+"""For each size of a result: so many times the symbol, and a constant."""
+
+
+def _sizes(fn: Derived, named: Sequence[Any], sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    return [a.shape for a in _spec(fn, named, sizes).avals]
+
+
+def _lines(n: int, at_n: Sequence[Any], at_2n: Sequence[Any], at_4n: Sequence[Any]) -> list[Line] | None:
+    """How sizes follow a symbol, from three points; None where these are not on a line."""
+    if not list(map(len, at_n)) == list(map(len, at_2n)) == list(map(len, at_4n)):
+        return None
+    lines: list[Line] = []
+    for shapes in zip(at_n, at_2n, at_4n, strict=True):
+        line: Line = []
+        for a, b, c in zip(*shapes, strict=True):
+            times, rest = divmod(b - a, n) if n else (0, b - a)
+            if rest or c - b != 2 * (b - a):
+                return None
+            line.append((times, a - times * n))
+        lines.append(line)
+    return lines
+
+
+def _fits(fn: Derived, named: Sequence[Any], sizes: dict[str, int], n: int, lines: Sequence[Line]) -> bool:
+    """Whether the sizes are on these lines at another point, too; the target may refuse that point."""
+    try:
+        found = _sizes(fn, named, sizes)
+    except GradwireError:
+        return True
+    return found == [tuple(times * n + rest for times, rest in line) for line in lines]
