@@ -302,6 +302,26 @@ def test_r55_a_death_is_seen_though_a_forked_child_holds_the_tether(
         os.kill(int(note.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("pass", 0),
+        ("raise SystemExit", 0),
+        ("raise SystemExit(3)", 3),
+        ("raise SystemExit('no')", 1),
+        ("1 / 0", 1),
+    ],
+)
+def test_a_child_that_user_code_forks_never_becomes_a_second_worker(
+    worker: gw.Worker, remote: Callable[[str], gw.Remote], how: str, code: int
+) -> None:
+    """It would answer the call of its parent, and the next ones."""
+    assert remote("fork_and").options(timeout=20.0)(X, how) == code
+    for i in range(10):
+        assert (remote("double")(X + i) == 2 * (X + i)).all()
+    assert worker.alive
+
+
 @pytest.mark.parametrize("how", ["SIG_IGN", "SIG_DFL"])
 def test_r69_user_code_that_takes_the_signal_away_does_not_keep_it(
     remote: Callable[[str], gw.Remote], how: str

@@ -73,6 +73,15 @@ def test_relative_names_are_those_of_the_start(
     assert find_target("elsewhere/gwt_here.py:value") == "elsewhere"
 
 
+def test_a_file_of_a_package_is_named_by_its_import_path(write: Write) -> None:
+    write("gwt_rel/__init__.py", "")
+    write("gwt_rel/sib.py", "value = 41\n")
+    path = write("gwt_rel/part.py", "from .sib import value\n")
+    with pytest.raises(UnknownTargetError, match=r"'gwt_rel\.part:attr'"):
+        find_target(f"{path}:value")
+    assert find_target("gwt_rel.part:value") == 41
+
+
 def test_two_files_of_one_name(write: Write) -> None:
     one, other = write("one/gwt_same.py", "value = 1\n"), write("other/gwt_same.py", "value = 2\n")
     assert find_target(f"{one}:value") == 1 and find_target(f"{other}:value") == 2

@@ -664,7 +664,10 @@ class Desk:
         Raises what the user's code raises. Whoever wrote the file is not restricted by what it allows to clients.
         """
         self.was_used = True
-        self._named[name] = self._register(self._made(find_target(target), kind, target, args, kwargs))
+        try:
+            self._named[name] = self._register(self._made(find_target(target), kind, target, args, kwargs))
+        finally:
+            self._interrupts.end()
 
     def _number_of(self, load: Load, args: list[Any], kwargs: dict[str, Any]) -> int:
         """Of a target, which is loaded now; or of a name, which was loaded at the start."""

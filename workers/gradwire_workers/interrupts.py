@@ -1,14 +1,20 @@
-"""Interrupting a running call by SIGINT, and nothing else.
+"""Where user code begins and ends: it may be interrupted by SIGINT meanwhile, and a child that it has forked ends with it.
 
 User code may set a handler of its own, or have SIGINT ignored, and leave it so: ours is set again before each call.
 
 The client writes the id of the call it abandons into its ledger and asks the broker for SIGINT. The
 handler raises only while that very call is marked running, so a late signal hits nobody else's call.
+
+A child that returns from user code, or leaves it by an exception (``sys.exit()``), would go on as a second worker at the same
+sockets and answer the same call. It ends there, with the exit code that it would have as a script.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # (signal.getsignal takes 10 µs, for an enumeration)
 from typing import Any
 
@@ -17,6 +23,14 @@ from gradwire_wire.segments import Ledger
 __all__ = ["Interrupts"]
 
 _SIGINT = int(signal.SIGINT)
+_forked: list[int] = []  # the process id of this process, where it is a child that was forked
+
+
+def _note_child() -> None:
+    _forked[:] = [os.getpid()]
+
+
+os.register_at_fork(after_in_child=_note_child)
 
 
 class Interrupts:
@@ -24,6 +38,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._running: tuple[Ledger, int] | None = None
+        self._pid = os.getpid()
         self._handler = self._on_signal  # one object: a bound method is another one each time
         signal.signal(signal.SIGINT, self._handler)
 
@@ -36,11 +51,31 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def end(self) -> None:
-        """User code is over."""
+        """User code is over. A child that it has forked ends here, and does not return."""
         self._running = None
+        if _forked and _forked[0] != self._pid:
+            _leave(sys.exc_info()[1])
 
     def _on_signal(self, _signum: int, _frame: Any) -> None:
         running = self._running
         if running is not None and running[0].is_cancelled(running[1]):
             self._running = None
             raise KeyboardInterrupt("the caller has abandoned this call")
+
+
+def _leave(error: BaseException | None) -> None:
+    """End this process as Python ends a script that has ended like that; nothing that belongs to the parent is touched."""
+    code: Any = 0
+    try:
+        if isinstance(error, SystemExit):
+            code = 0 if error.code is None else error.code
+            if not isinstance(code, int):
+                print(code, file=sys.stderr)
+                code = 1
+        elif error is not None:
+            traceback.print_exception(type(error), error, error.__traceback__)
+            code = 1
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code & 0xFF)

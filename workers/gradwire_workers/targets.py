@@ -96,8 +96,14 @@ def _from_file(place: str) -> ModuleType:
         sys.path.append(os.path.dirname(path))  # its siblings can be imported, as under "python file.py"
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         sys.modules.pop(name, None)
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            package = os.path.basename(os.path.dirname(path))
+            raise UnknownTargetError(
+                f"{path} imports relatively ({error}), so it is a part of a package: name it by its import path, as in "
+                f"'{package}.{name}:attr', and give bridge.worker(path=[...]) the folder that {package!r} is in"
+            ) from error
         raise
     return module
 
