@@ -13,6 +13,7 @@ import torch
 
 import gradwire.tensorflow
 from gradwire.site import Site, SpecResult
+from gradwire.tensorflow import nodes
 from gradwire_wire.carriers import Aval
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import RemoteError, ResidualLostError, UnsupportedTensorError, UsageError
@@ -714,3 +715,19 @@ def test_r36_remote_errors_are_visible(compiled: bool, remote: Callable[..., Rem
 
 def _bad_gradient(g: torch.Tensor) -> torch.Tensor:
     raise ValueError("bad 43")
+
+
+def test_a_graph_of_another_process_calls_nothing_here(remote: Callable[..., Remote]) -> None:
+    """TensorFlow numbers Python functions by process, so a saved graph finds one of the same number."""
+    r, x = remote(torch.sin), constant(3)
+    graph = function(lambda x: r(x) + r(x)).get_concrete_function(x).graph.as_graph_def()
+    marks = [
+        node.attr["value"].tensor.int64_val[0]
+        for node in graph.node
+        if node.op == "Const" and node.attr["value"].tensor.int64_val
+    ]
+    assert len({m for m in marks if m}) == 2
+    host = nodes._marked(marks[0], lambda *arrays: arrays)
+    assert host(np.int64(marks[0]), 1, 2) == (1, 2)
+    with pytest.raises(UsageError, match="saved in another process"):
+        host(np.int64(marks[0] + 1), 1, 2)

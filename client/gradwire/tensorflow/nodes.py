@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -134,12 +136,31 @@ def _operation(
     held = token if isinstance(token, _Token) else None
     named = token if tf.is_tensor(token) else tf.constant(held.number if held else 0, tf.int64)
     dtypes = [tf.as_dtype(a.dtype.name) for a in avals]
-    host = _host(fn, fn.structure, avals, held)
-    *results, kept = tf.numpy_function(host, [named, *operands], [*dtypes, tf.int64], name=OPERATION)
+    mark = next(_marks)
+    host = _marked(mark, _host(fn, fn.structure, avals, held))
+    inputs = [tf.constant(mark, tf.int64), named, *operands]
+    *results, kept = tf.numpy_function(host, inputs, [*dtypes, tf.int64], name=OPERATION)
     for y, a in zip(results, avals, strict=True):
         y.set_shape(a.shape)
     kept.set_shape(())
     return results, kept
+
+
+_marks = itertools.count(secrets.randbits(62))
+
+
+def _marked(mark: int, host: Callable[..., Any]) -> Callable[..., Any]:
+    """The host function of one operation. TensorFlow numbers them by process, so that a graph that was saved would call another."""
+
+    def marked(given: Any, *arrays: np.ndarray) -> Any:
+        if int(given) != mark:
+            raise UsageError(
+                "this graph with a remote call was saved in another process, whose remote functions are not here. "
+                "Save the weights instead, and build the graph anew where it runs"
+            )
+        return host(*arrays)
+
+    return marked
 
 
 def _host(
