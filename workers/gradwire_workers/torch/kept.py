@@ -184,7 +184,12 @@ def own_leaves(results: Sequence[Any]) -> list[Any]:
 
 def is_of_earlier_calls(results: Sequence[Any], first: int, here: int) -> bool:
     """Whether the graph has nodes that were made from number ``first`` on, and before number ``here``."""
-    return here > first and any(first <= node._sequence_nr() < here for node in _nodes(results))
+    return here > first and any(first <= _number(node) < here for node in _nodes(results))
+
+
+def _number(node: Any) -> int:
+    """Of the node; leaves have the largest there is, and those of a torch that tells none -1."""
+    return int(getattr(node, "_sequence_nr", lambda: -1)())
 
 
 def _nodes(results: Sequence[Any]) -> Iterator[Any]:

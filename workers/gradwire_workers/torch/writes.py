@@ -16,7 +16,7 @@ import torch
 __all__ = ["Watch"]
 
 _data: Any = torch.Tensor.data
-_is_batched = torch._C._functorch.is_batchedtensor
+_is_batched: Any = getattr(getattr(torch._C, "_functorch", None), "is_batchedtensor", lambda x: False)
 _watches: list[Watch] = []  # of calls within calls, the innermost last
 
 
