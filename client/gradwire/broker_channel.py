@@ -103,6 +103,8 @@ class BrokerChannel:
         self._closed = True
         _open_channels.discard(self)
         self.send_soon(control.Detach() if self._leaves_broker else control.ShutDown(0.6 * timeout_s))
+        if not self._leaves_broker:
+            self._broker.resume()
 
     def _wait_ended(self, timeout_s: float) -> None:
         """Wait for the broker's end and end the thread; only the latter where this is that thread."""

@@ -64,6 +64,9 @@ class FarBroker:
         """Whether the connection ended."""
         return bool(self._why)
 
+    def resume(self) -> None:
+        """It is not ours to end, either."""
+
     def kill(self) -> None:
         """It is not ours to kill."""
 

@@ -157,6 +157,11 @@ class PrivateBroker(LocalBroker):
             return False
         return True
 
+    def resume(self) -> None:
+        """Somebody may have stopped it (SIGSTOP); then it would not hear that it is to end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """At once; its workers end with it."""
         with contextlib.suppress(ProcessLookupError):

@@ -54,6 +54,9 @@ class SharedBroker(LocalBroker):
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(1000 * max(0.0, timeout_s)))
 
+    def resume(self) -> None:
+        """It is not ours to end, either."""
+
     def kill(self) -> None:
         """It is not ours to kill."""
 

@@ -142,6 +142,7 @@ def test_call_starts_a_worker_of_its_own(shell: Path) -> None:
         (("ps", "--broker", "ipc:///no/broker"), "`gradwire ps` lists those that run"),
         (("ps", "--broker", "tcp://127.0.0.1:1"), "commands are about the brokers of this machine"),
         (("keys", "add", "nowhere", "bob"), "make keys with `gradwire keys create DIR`"),
+        (("keys", "create", __file__), "test_commands.py: it is a file; name another folder"),
         (("env", "build", "-r", "nowhere.txt"), "nowhere.txt: No such file"),
         (("env", "remove", "nobody"), "no environment is 'nobody'"),
         (("bench", "--json", "no/x.json"), "there is no folder no"),

@@ -422,15 +422,15 @@ print((double(x) == 2 * x).all(), flush=True)
 
 
 def test_r62_interrupts_at_any_moment_lose_no_loan_and_mix_no_reply() -> None:
-    """300 of them, in the middle of calls that lend and are lent 80 kB."""
+    """300 of them, in the middle of calls that lend and are lent 80 kB; some calls come through."""
     code = """
-import gc
+import gc, random
 def interrupt():
-    while not done: time.sleep(0.003); os.kill(os.getpid(), signal.SIGINT)
+    while not done: time.sleep(random.uniform(0.001, 0.01)); os.kill(os.getpid(), signal.SIGINT)
 done, met, answered = False, 0, 0
 big = np.arange(10_000.0)
 threading.Thread(target=interrupt, daemon=True).start()
-while met < 300:
+while met < 300 or answered < 100:
     try:
         for i in range(10**9):
             y = double(big + i)
@@ -447,12 +447,11 @@ for _ in range(100):
     except KeyboardInterrupt: pass
 del y
 for _ in range(20): double(big); time.sleep(0.1); gc.collect()
-print(answered > 100, worker.stats()["lent"])
+print(worker.stats()["lent"])
 """
     with running(code) as one:
         output, errors = one.communicate(timeout=90)
-    assert output.split()[0] == "True", output + errors
-    assert int(output.split()[1]) <= 3, output
+    assert output.strip().isdigit() and int(output) <= 3, output + errors
 
 
 def test_r62_interrupts_while_calls_are_submitted_repeat_none_and_lose_none() -> None:

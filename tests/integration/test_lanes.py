@@ -55,10 +55,14 @@ def test_a_late_reply_is_nobodys(worker: gw.Worker) -> None:
 def test_no_line_is_lost(worker: gw.Worker) -> None:
     """Abandoned lines come back: their number does not grow."""
     nap, files = worker.function("in_numpy:nap_in_c"), worker.function("in_numpy:count_open_files")
-    before = None
-    for _ in range(5):
-        with pytest.raises(gw.DeadlineError):
+    before, abandoned = None, 0
+    while (
+        abandoned < 5
+    ):  # where this process was held up the reply may be there before the deadline is looked at
+        try:
             nap.options(timeout=0.05)(0.15)
+        except gw.DeadlineError:
+            abandoned += 1
         files()
         before = before or files()
     assert files() <= before + 1

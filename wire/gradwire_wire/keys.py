@@ -29,13 +29,17 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def create_server(folder: Path) -> None:
-    """A new broker's key in ``folder/server``. UsageError where there is one: others rely on it."""
+    """A new broker's key in ``folder/server``. UsageError where there is one, for others rely on it, or no folder can be."""
     server = folder / "server"
     if (server / "secret.key").exists():
         raise UsageError(f"{server} has a key already, which clients know; name another folder")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for made in (server, server / "clients", folder / "clients"):
-        made.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for made in (server, server / "clients", folder / "clients"):
+            made.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise UsageError(f"no keys can be kept in {folder}: {why}; name another folder") from error
     public, secret = new_keys()
     _write(server / "public.key", public)
     _write(server / "secret.key", secret)

@@ -154,6 +154,7 @@ def test_r51_what_was_left_by_all_killed_is_swept(program: Callable[..., Any], t
         ("os._exit(4)", 4, ""),
         ("os.kill(facts.pid, 9); sys.exit(5)", 5, ""),
         ("os.kill(link._broker._process.pid, 9); sys.exit(6)", 6, ""),
+        ("os.kill(link._broker._process.pid, signal.SIGSTOP); sys.exit(7)", 7, ""),
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ],
 )
