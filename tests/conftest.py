@@ -8,6 +8,7 @@ far it is removed from this process; what belongs to another session on the same
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
@@ -126,6 +127,8 @@ def nothing_stays_behind() -> Iterator[None]:
     mark = uuid.uuid4().hex
     # Short, for a socket's path must fit into 107 bytes; and private, for other sessions make directories too.
     runtime_root = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))
+    in_use = os.open(runtime_root, os.O_RDONLY)
+    fcntl.flock(in_use, fcntl.LOCK_EX)  # so that it is not taken for something that is left (left_overs.py)
     before = _descriptors()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, mark)
@@ -135,6 +138,7 @@ def nothing_stays_behind() -> Iterator[None]:
         left = _wait_nothing_left(mark, runtime_root, before)
     finally:
         shutil.rmtree(runtime_root, ignore_errors=True)
+        os.close(in_use)
     if left:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
 
