@@ -485,9 +485,11 @@ class Connection:
         if death.signal == "SIGKILL" and death.command:  # otherwise it was the broker's end
             how += " (from the kernel, if nobody else killed it: that is how memory runs out; its log, dmesg, tells)"
         doing = "while it worked on this call" if was_running else "before this call was sent"
+        lives = self._link.broker_alive
+        advice = self.advise(death.exit_code) if lives else "its broker has ended as well: connect anew"
         said = f"\nIts last output:\n{death.output}" if death.output else "\nIt had printed nothing."
         raise WorkerDiedError(
-            f"worker {name!r} (pid {pid}) ended {how} {doing}; {self.advise(death.exit_code)}.{said}",
+            f"worker {name!r} (pid {pid}) ended {how} {doing}; {advice}.{said}",
             exit_code=death.exit_code,
             signal=death.signal,
             output=death.output,

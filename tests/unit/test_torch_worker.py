@@ -98,6 +98,28 @@ def test_user_errors_come_out_as_they_are() -> None:
         program(mlp()).run(site(1, compile=True), (), [torch.ones(4)])
 
 
+def test_inference_mode_that_is_never_left_takes_no_gradient_away() -> None:
+    """A generator that holds it open between two calls, say: the gradient was missing, and nobody was told."""
+
+    held = []
+
+    def enter(x: torch.Tensor) -> torch.Tensor:
+        held.append(torch.inference_mode())
+        held[0].__enter__()
+        return x * 2
+
+    x = f64(3)
+    with torch.inference_mode(False):
+        program(enter).run(site(1), (), [x])
+        assert torch.is_inference_mode_enabled()
+        _, residual = program(lambda x: (x**2).sum()).keep(site(1), (), [x.clone()])
+        (bar,), _ = residual.derive(
+            ("T", (0,), 1), [torch.ones((), dtype=torch.float64)], keep=False, accumulate=False
+        )
+        assert_close([bar], [2 * x])
+    assert not torch.is_inference_mode_enabled()
+
+
 def test_seeds_reproduce_a_call_and_leave_the_rest_alone() -> None:
     drop = program(nn.Dropout(0.5))
     x = torch.ones(100)

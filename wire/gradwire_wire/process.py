@@ -11,6 +11,7 @@ __all__ = [
     "DUMP_STACK",
     "die_with_parent",
     "fill_standard_descriptors",
+    "is_stopped",
     "open_pidfd",
     "raise_descriptor_limit",
     "reset_signals",
@@ -70,6 +71,15 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (ImportError, OSError, AttributeError):
         pass
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of ours is stopped by a signal; False where that cannot be known."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def open_pidfd(pid: int) -> int:

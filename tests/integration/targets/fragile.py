@@ -160,6 +160,8 @@ def descriptor_limit() -> int:
 class _NoLink:
     """What a connection asks of a broker, where there is none in this process."""
 
+    broker_alive = True
+
     def watch(self, fd: int, act: Any) -> None: ...
 
     def unwatch(self, fd: int) -> None: ...

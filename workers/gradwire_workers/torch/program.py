@@ -52,6 +52,17 @@ def _as_tensor(y: Any) -> Any:
     return y if isinstance(y, torch.Tensor) else adopt(numpy_family.export(y))
 
 
+_left_modes: list[Any] = []
+
+
+def _out_of_inference_mode(tensors: Sequence[Any]) -> list[Any]:
+    """The user's code has entered it and not left it: nothing would have a gradient from then on, and nobody an error."""
+    mode = torch.inference_mode(False)
+    mode.__enter__()
+    _left_modes[:] = [mode]  # it is in force as long as this object is there
+    return [None if x is None else x.clone() for x in tensors]
+
+
 class TorchProgram:
     """One loaded target.
 
@@ -86,7 +97,9 @@ class TorchProgram:
         return None if self._module is None else self._module.training
 
     def place(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The tensors on this worker's device."""
+        """The tensors on this worker's device, and none of inference mode."""
+        if torch.is_inference_mode_enabled():
+            tensors = _out_of_inference_mode(tensors)
         if self._device is None:
             return tensors
         return [None if x is None else x.to(self._device) for x in tensors]
