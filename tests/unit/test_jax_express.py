@@ -163,3 +163,21 @@ def test_torch_is_not_brought_in_unasked(setting: str, monkeypatch: pytest.Monke
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True" if setting == "on" else "False"] * 2
+
+
+def test_r54_threads_register_the_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(express, "_is_registered", None)
+    calls: list[bool] = []
+    other = threading.Thread(target=express._registered)
+
+    def register() -> bool:
+        calls.append(True)
+        if len(calls) == 1:
+            other.start()
+            other.join(0.1)  # it waits for this to return
+        return True
+
+    monkeypatch.setattr(express, "_register", register)
+    assert express._registered()
+    other.join()
+    assert len(calls) == 1

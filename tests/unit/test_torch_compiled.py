@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_calls_of_another_process_are_unknown(remote: Callable[..., Remote]) -> 
     assert all(len(name) > 16 for name in seen)  # nobody else's
     with pytest.raises(UsageError, match="compiled or exported in another process"):
         torch.ops.gradwire.call("0", "()", 0, False, 0, True, None, [x, double(4, 4)])
+
+
+def test_r54_threads_define_an_operator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    other = threading.Thread(target=operator.operator, args=(True,))
+
+    def define(in_order: bool) -> bool:
+        made.append(in_order)
+        if len(made) == 1:
+            other.start()
+            other.join(0.1)  # it waits for this to return
+        return in_order
+
+    monkeypatch.setattr(operator, "_operators", {})
+    monkeypatch.setattr(operator, "_define", define)
+    operator.operator(True)
+    other.join()
+    assert made == [True]
 
 
 def test_gradients_with_dynamic_sizes(remote: Callable[..., Remote]) -> None:

@@ -23,9 +23,9 @@ import itertools
 import os
 import secrets
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -85,9 +85,21 @@ def _is_wanted(setting: str) -> bool:
     return setting == "on"
 
 
-@cache
+_registering = threading.Lock()
+_is_registered: bool | None = None
+
+
 def _registered() -> bool:
-    """Whether XLA knows the target; registers it when first asked."""
+    """Whether XLA knows the target; registers it when first asked, which XLA allows once."""
+    global _is_registered
+    with _registering:
+        if _is_registered is None:
+            _is_registered = _register()
+        return _is_registered
+
+
+def _register() -> bool:
+    """False where the package for it is not installed."""
     try:
         import jax_tvm_ffi
         import tvm_ffi

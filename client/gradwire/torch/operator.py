@@ -8,7 +8,9 @@ are two of it: pure calls may be merged, reordered and dropped; those of statefu
 from __future__ import annotations
 
 import ast
+import itertools
 import secrets
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -34,13 +36,14 @@ _SCHEMA = "(str call, str word, int token_ops, bool accumulate, int keep, bool c
 # graphs on disk, and a saved program may be loaded where the first call is another.
 _calls: dict[str, tuple[Handle, Site]] = {}
 _PROCESS = secrets.token_hex(8)
+_numbers = itertools.count()
 _structures: dict[str, bytes] = {}
 
 
 @cache
 def name(handle: Handle, site: Site) -> str:
     """What the operator knows a call by."""
-    made = f"{_PROCESS}.{len(_calls)}"
+    made = f"{_PROCESS}.{next(_numbers)}"
     _calls[made] = (handle, site)
     return made
 
@@ -61,9 +64,25 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
     return results, kept if fn.keep else None
 
 
-@cache
 def operator(in_order: bool) -> Any:
     """The operator, for pure or for stateful sites; defined when it is first needed."""
+    found = _operators.get(in_order)
+    return _defined(in_order) if found is None else found
+
+
+_operators: dict[bool, Any] = {}
+_defining = threading.Lock()
+
+
+def _defined(in_order: bool) -> Any:
+    """By one thread: torch allows each name once."""
+    with _defining:
+        if in_order not in _operators:
+            _operators[in_order] = _define(in_order)
+        return _operators[in_order]
+
+
+def _define(in_order: bool) -> Any:
     called = "call_in_order" if in_order else "call"
     _library().define(called + _SCHEMA)
     _library().impl(called, _run, "CompositeExplicitAutograd")
