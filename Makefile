@@ -101,7 +101,7 @@ fuzz: .venv
 	GRADWIRE_FUZZ_S=600 .venv/bin/python -m pytest -s tests/fuzz
 
 soak-page: .venv
-	GRADWIRE_PAGE_CALLS=10000000 .venv/bin/python -m pytest -q tests/wire/test_page.py -k many_calls
+	GRADWIRE_PAGE_CALLS=10000000 .venv/bin/python -m pytest -q --timeout=0 tests/wire/test_page.py -k many_calls
 
 soak: .venv
 	.venv/bin/python tests/integration/soak.py
