@@ -19,6 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from gradwire.broker_link import BrokerLink
+from gradwire.endings import (
+    died,
+    error_of,
+    has_lied,
+    vanished,
+    was_closed,
+    was_restarted,
+    without_frames,
+)
 from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
 from gradwire.plans import Plan, Seen, Short, add, next_number, short_of, signature_of
 from gradwire.site import Outcome, Site
@@ -26,18 +35,14 @@ from gradwire.worker_records import WorkerFacts
 from gradwire_wire import messages, sockets
 from gradwire_wire.chain import check_not_in_chain, serving
 from gradwire_wire.errors import (
-    ClosedError,
     ConnectError,
     DeadlineError,
     ForkedError,
     GradwireError,
     MemoryExhaustedError,
     ProtocolError,
-    ResidualLostError,
     UsageError,
-    WorkerDiedError,
     class_named,
-    remote_error,
 )
 from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
 from gradwire_wire.lane import TooLong
@@ -155,7 +160,7 @@ class Connection:
         try:
             return self._request(make, carriers, timeout_s)
         except GradwireError as error:
-            self.last_error = (time.monotonic(), _without_frames(error))
+            self.last_error = (time.monotonic(), without_frames(error))
             raise
 
     def _request(
@@ -201,7 +206,7 @@ class Connection:
             call = _Template(remote, site, word, keep, token, token_ops, chain)
             return self._evaluate_long(call, signature, carriers)
         except GradwireError as error:
-            self.last_error = (time.monotonic(), _without_frames(error))
+            self.last_error = (time.monotonic(), without_frames(error))
             raise
 
     def _evaluate_short(
@@ -323,7 +328,7 @@ class Connection:
         self.waited_s += time.perf_counter() - start
         if type(reply) is Failed:
             self._lines.check_in(line)
-            raise _error_of(reply, self.facts.name)
+            raise error_of(reply, self.facts.name)
         self.compute_ns += reply.compute_ns
         return reply, frames
 
@@ -455,46 +460,19 @@ class Connection:
         self._raise_dead(was_running)
 
     def _raise_closed(self, was_running: bool) -> NoReturn:
-        name = self.facts.name
-        if self._is_replaced:
-            doing = "while it worked on this call, which may have run" if was_running else "before this call"
-            raise WorkerDiedError(
-                f"worker {name!r} was restarted {doing}; the call can be made again, to its new process",
-                was_running=was_running,
-            )
-        if was_running:
-            raise ClosedError(f"worker {name!r} or its bridge was closed while it worked on this call")
-        raise ClosedError(f"worker {name!r} was closed; make a new one with bridge.worker(...)")
+        raise (was_restarted if self._is_replaced else was_closed)(self.facts.name, was_running)
 
     def _raise_dead(self, was_running: bool) -> NoReturn:
         if self._is_replaced:
             self._raise_closed(was_running)
         if self._broken is not None:
-            raise ProtocolError(
-                f"the connection to worker {self.facts.name!r} was ended, for it sent what it may not: {self._broken}. "
-                "worker.restart() makes a new one"
-            )
+            raise has_lied(self.facts.name, self._broken)
         death = self._link.death_of(self.facts.incarnation, REPORT_S)
-        name, pid = self.facts.name, self.facts.pid
         if death is None:
-            raise WorkerDiedError(
-                f"worker {name!r} (pid {pid}) is gone and its broker gave no reason; was the broker ended? Connect again",
-                was_running=was_running,
-            )
-        how = f"by signal {death.signal}" if death.signal else f"with exit code {death.exit_code}"
-        if death.signal == "SIGKILL" and death.command:  # otherwise it was the broker's end
-            how += " (from the kernel, if nobody else killed it: that is how memory runs out; its log, dmesg, tells)"
-        doing = "while it worked on this call" if was_running else "before this call was sent"
+            raise vanished(self.facts, was_running)
         lives = self._link.broker_alive
         advice = self.advise(death.exit_code) if lives else "its broker has ended as well: connect anew"
-        said = f"\nIts last output:\n{death.output}" if death.output else "\nIt had printed nothing."
-        raise WorkerDiedError(
-            f"worker {name!r} (pid {pid}) ended {how} {doing}; {advice}.{said}",
-            exit_code=death.exit_code,
-            signal=death.signal,
-            output=death.output,
-            was_running=was_running,
-        )
+        raise died(self.facts, death, advice, was_running)
 
     # -- calls that are submitted ----------------------------------------------------------------
 
@@ -527,16 +505,16 @@ class Connection:
 
     def error_of(self, failed: Failed) -> GradwireError:
         """What a worker's Failed stands for."""
-        return _error_of(failed, self.facts.name)
+        return error_of(failed, self.facts.name)
 
     def note_error(self, error: GradwireError) -> None:
         """A call has raised this."""
-        self.last_error = (time.monotonic(), _without_frames(error))
+        self.last_error = (time.monotonic(), without_frames(error))
 
     @staticmethod
     def twin_of(error: BaseException) -> BaseException:
         """One like it, for another call that fails for the same reason."""
-        return _without_frames(error) if isinstance(error, GradwireError) else error
+        return without_frames(error) if isinstance(error, GradwireError) else error
 
     # -- calls nobody waits for ------------------------------------------------------------------
 
@@ -681,21 +659,3 @@ class _Template(NamedTuple):
             released,
             self.chain,
         )
-
-
-def _without_frames(error: GradwireError) -> GradwireError:
-    """A twin to keep. The traceback of the error itself holds the frames it passes, and with them the user's tensors."""
-    twin = type(error)(*error.args)  # not by __new__, which MemoryError refuses its subclasses
-    twin.__dict__.update(error.__dict__)
-    return twin
-
-
-def _error_of(failed: Failed, worker: str) -> GradwireError:
-    if failed.kind == "RemoteError":
-        return remote_error(failed.type_name, failed.message, failed.traceback, worker)
-    cls = class_named(failed.kind, ProtocolError)
-    error = cls(f"{failed.message} (worker {worker!r})")
-    error.retry_safe = False  # it was sent, and the remote code may have run before this happened
-    if cls is ResidualLostError:
-        error.recompute = failed.type_name == "recompute"  # type: ignore[attr-defined]
-    return error

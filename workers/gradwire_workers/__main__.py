@@ -65,7 +65,7 @@ def _heed(lifeline: Lifeline, desk: Any, engine: Any) -> bool:
     """The lifeline is readable: do what it says. Returns whether the worker should go on."""
     try:
         message = lifeline.receive_nowait()
-        if isinstance(message, Share) and not desk.was_used:
+        if isinstance(message, Share) and not desk.loaded.was_used:
             lifeline.send_nowait(HasThreads(engine.resize(message.threads)))
         elif isinstance(message, Report):
             lifeline.send_nowait(Served(desk.calls))

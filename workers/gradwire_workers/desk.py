@@ -11,8 +11,6 @@ import contextlib
 import hmac
 import os
 import time
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Callable, Iterator, NamedTuple, Sequence, Union
 
 import numpy as np
@@ -20,15 +18,13 @@ import numpy as np
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.chain import check_not_in_chain, serve
-from gradwire_wire.dtypes import BY_NAME, checked_dtype
+from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import (
     DtypeError,
     GradwireError,
     MemoryExhaustedError,
     ProtocolError,
-    UnknownTargetError,
     UnsupportedTensorError,
-    UsageError,
     VersionMismatchError,
 )
 from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
@@ -51,19 +47,29 @@ from gradwire_wire.messages import (
 from gradwire_wire.page import WorkerPage, can_page, received_page_lane
 from gradwire_wire.segments import Ledger, read_memory
 from gradwire_wire.sockets import Addressee
-from gradwire_wire.structures import MAX_CACHED, fill_call, flatten, leaf_paths
+from gradwire_wire.structures import fill_call, flatten
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
-from gradwire_wire.words import Word, checked_word, without_operand
+from gradwire_wire.words import checked_word
 from gradwire_workers import faults, plans
+from gradwire_workers.asked import (
+    all_there,
+    aval_of,
+    check_mode,
+    is_seeded,
+    name_of_operand,
+    seed_place,
+    site_of,
+    take_seed,
+)
 from gradwire_workers.evaluation import Request, evaluate
 from gradwire_workers.far import FarDoor
 from gradwire_workers.interrupts import Interrupts
+from gradwire_workers.loaded import Loaded
 from gradwire_workers.permissions import Permissions
 from gradwire_workers.program import Program, Result, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 from gradwire_workers.state import CHANGES
 from gradwire_workers.state import State as ModuleState
-from gradwire_workers.targets import find_target, is_factory
 
 __all__ = ["Desk"]
 
@@ -123,10 +129,8 @@ class Desk:
         self._sessions: dict[bytes, Session] = {}
         self._tethers: dict[int, tuple[Tether, Session | None]] = {}
         self._lanes: dict[int, tuple[Lane, Session]] = {}
-        self._programs: dict[int, Program] = {}
-        self._named: dict[str, int] = {}  # numbers of what was loaded at the start
-        self._permissions = None if allow is None else Permissions(allow)
-        self._state = ModuleState(engine, self._register, self._find)
+        self.loaded = Loaded(name, engine, None if allow is None else Permissions(allow))
+        self._state = ModuleState(engine, self.loaded.register, self.loaded.find)
         self.calls = 0
         self.far_endpoint = self._far.endpoint if self._far is not None else ""
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
@@ -135,9 +139,6 @@ class Desk:
         self._in_row = 0
         self._unread: set[int] = set()  # lanes with frames left of a batch
         self._interrupts = Interrupts()
-        self.was_used = (
-            False  # whether anyone has asked for a target, whose import may already compute something
-        )
         self._poller = sockets.Poller()
         self._do: dict[type, Callable[[Session, Any, list[Carrier | None], Any], Reply | None]] = {
             Call: self._call,
@@ -480,14 +481,14 @@ class Desk:
         return [None if x is None else x if type(x) is Carrier else export(x) for x in result]
 
     def _call(self, session: Session, call: Call, carriers: list[Carrier | None], _: Any) -> Reply:
-        program = self._program(call.remote)
+        program = self.loaded[call.remote]
         self.calls += 1
         self._residuals.release(call.released, session.client_id)
         check_not_in_chain(self._incarnation, self._name, call.chain)
-        site = _site_of(call, program)
+        site = site_of(call, program)
         word = checked_word(call.word, len(call.headers))
-        if _is_seeded(call):
-            word, site = _take_seed(call, word, site, carriers)
+        if is_seeded(call):
+            word, site = take_seed(call, word, site, carriers)
         operands = self._operands(call, carriers)
         chain = [*call.chain, self._incarnation]
         result, token, ns = self._evaluate(session, program, site, word, call, call.call_id, operands, chain)
@@ -503,8 +504,8 @@ class Desk:
         if len(session.dealers) >= MAX_DEALERS and type(line) is Addressee and not line.plans:
             raise ProtocolError(f"more than {MAX_DEALERS} DEALERs of one client have plans")
         reply = self._call(session, call, carriers, line)  # type: ignore[arg-type]
-        program = self._programs[call.remote]
-        site, word = _site_of(call, program, is_checked=True), checked_word(call.word, len(call.headers))
+        program = self.loaded[call.remote]
+        site, word = site_of(call, program, is_checked=True), checked_word(call.word, len(call.headers))
         chain = [*call.chain, self._incarnation]
         plan = plans.Plan(call, program, site, word, chain, layout, line, session.exchange)
         if self._adopter is not None:
@@ -518,7 +519,7 @@ class Desk:
         self.calls += 1
         call = plan.call
         if call.training is not None:
-            _check_mode(call, plan.program, token)
+            check_mode(call, plan.program, token)
         if plan.run is not None and not token:
             tensors, structure, kept, ns = self._run_short(session, call_id, plan, operands)
         else:
@@ -622,16 +623,16 @@ class Desk:
             try:
                 operands.append(None if carrier is None else self._adopt_operand(carrier))
             except (DtypeError, UnsupportedTensorError) as error:
-                raise type(error)(f"{_name_of_operand(call, len(operands))}: {error}") from None
+                raise type(error)(f"{name_of_operand(call, len(operands))}: {error}") from None
         carriers.clear()  # the caller of this still has the list, and must not keep what the call let go
         return operands
 
     def _spec(self, session: Session, spec: Spec, carriers: list[Carrier | None], _: Any) -> Reply:
-        program = self._program(spec.remote)
-        site = _site_of(spec, program)
-        avals = [_aval_of(raw) for raw in spec.avals]
-        if _is_seeded(spec):
-            del avals[_seed_place(spec, len(avals))]
+        program = self.loaded[spec.remote]
+        site = site_of(spec, program)
+        avals = [aval_of(raw) for raw in spec.avals]
+        if is_seeded(spec):
+            del avals[seed_place(spec, len(avals))]
         try:
             with self._users_code(session, spec.call_id):
                 results, structure = program.spec(site, avals)
@@ -647,68 +648,27 @@ class Desk:
             try:
                 self._adopt_operand(Carrier(np.empty(0, dtype.carrier), dtype))
             except DtypeError as error:
-                raise DtypeError(f"{_name_of_operand(spec, i)}: {error}") from None
+                raise DtypeError(f"{name_of_operand(spec, i)}: {error}") from None
 
     def _load(self, session: Session, load: Load, carriers: list[Carrier | None], _: Any) -> Reply:
-        self.was_used = True
-        args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in _all_there(carriers)])
+        self.loaded.was_used = True
+        args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in all_there(carriers)])
         with self._users_code(session, load.call_id):
-            number = self._number_of(load, args, kwargs)
-        program = self._programs[number]
+            number = self.loaded.load(load.kind, load.target, args, kwargs)
+        program = self.loaded[number]
         facts = {"remote": number, "is_module": program.is_module, "training": program.training}
         return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
 
     def load_named(self, name: str, kind: str, target: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """At the start: load what the broker's file says, for clients to share under this name.
-
-        Raises what the user's code raises. Whoever wrote the file is not restricted by what it allows to clients.
-        """
-        self.was_used = True
+        """See `Loaded.load_named`."""
         try:
-            self._named[name] = self._register(self._made(find_target(target), kind, target, args, kwargs))
+            self.loaded.load_named(name, kind, target, args, kwargs)
         finally:
             self._interrupts.end()
 
-    def _number_of(self, load: Load, args: list[Any], kwargs: dict[str, Any]) -> int:
-        """Of a target, which is loaded now; or of a name, which was loaded at the start."""
-        name = load.target
-        if ":" in name:
-            return self._register(self._made(self._find(name), load.kind, name, args, kwargs))
-        if name not in self._named:
-            there_are = ", ".join(sorted(self._named)) or "none"
-            raise UnknownTargetError(
-                f"a target is 'pkg.mod:attr' or 'path/file.py:attr', or the name of something that worker {self._name!r} "
-                f"loaded when it started; {name!r} is neither (names: {there_are})"
-            )
-        if args or kwargs:
-            raise UsageError(
-                f"{name!r} was made when worker {self._name!r} started: it takes no arguments here"
-            )
-        return self._named[name]
-
-    def _find(self, target: str) -> Any:
-        return find_target(target, self._permissions)
-
-    def _made(self, found: Any, kind: str, target: str, args: list[Any], kwargs: dict[str, Any]) -> Program:
-        """The program of what a target named; where that is a module's factory, it is called."""
-        is_module = kind == "module"
-        if is_module and is_factory(found):
-            found = _made_by(found, target, args, kwargs)
-        elif is_module and (args or kwargs):
-            raise UsageError(f"{target} is an instance, not a factory: it takes no arguments here")
-        if not is_module and not callable(found):  # what a module is, its framework's file knows
-            raise UsageError(f"{target} is a {type(found).__name__}, which cannot be called")
-        program: Program = self._engine.program(found, is_module=is_module)
-        return program
-
-    def _register(self, program: Program) -> int:
-        number = len(self._programs) + 1
-        self._programs[number] = program
-        return number
-
     def _change_state(self, session: Session, state: State, carriers: list[Carrier | None], _: Any) -> Reply:
-        args, kwargs = fill_call(state.structure, _all_there(carriers))
-        program = self._program(state.remote)
+        args, kwargs = fill_call(state.structure, all_there(carriers))
+        program = self.loaded[state.remote]
         with self._users_code(session, state.call_id, is_interruptible=state.verb not in CHANGES):
             tree = self._state.act(program, state.verb, args, kwargs)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
@@ -722,43 +682,6 @@ class Desk:
 
         structure, rows = recording.act(self, session, trace)
         return self._done(session, trace.call_id, rows, structure)
-
-    def _program(self, number: int) -> Program:
-        try:
-            return self._programs[number]
-        except KeyError:
-            raise ProtocolError(f"worker {self._name!r} has no remote {number}; was it restarted?") from None
-
-
-def _name_of_operand(call: Call | Spec | Plan, index: int) -> str:
-    """For messages: what the caller wrote there, such as ``args[0]['x']``."""
-    hidden = ["the anchor"] * bool(call.flags & messages.ANCHORED) + ["the seed"] * _is_seeded(call)
-    names = [*hidden, *leaf_paths(call.structure)]
-    return names[index] if index < len(names) else f"(co)tangent {index - len(names)}"
-
-
-def _is_seeded(message: Call | Plan | Spec) -> bool:
-    return bool(message.flags & messages.SEEDED)
-
-
-def _seed_place(message: Call | Plan | Spec, operands: int) -> int:
-    place = 1 if message.flags & messages.ANCHORED else 0
-    if place >= operands:
-        raise ProtocolError("the seed is missing from the operands")
-    return place
-
-
-def _take_seed(
-    call: Call, word: Word, site: WorkerSite, carriers: list[Carrier | None]
-) -> tuple[Word, WorkerSite]:
-    """The call without the seed among its operands (which is taken out of them), but in its site."""
-    place = _seed_place(call, len(carriers))
-    carrier = carriers.pop(place)
-    if carrier is None:  # left out like every operand that a kept forward makes needless
-        return without_operand(word, place), site
-    if carrier.array.shape != () or carrier.array.dtype.kind not in "iu" or carrier.array < 0:
-        raise UsageError(f"a seed must be a natural number, a scalar; this is {carrier.array!r:.80}")
-    return without_operand(word, place), replace(site, seed=int(carrier.array))
 
 
 def _line_of(session: Session | None, router: Any, identity: bytes) -> Addressee:
@@ -784,69 +707,6 @@ def _take_back(session: Session | None, reply: Reply) -> None:
     """The reply was not sent: what it would have lent comes back."""
     if session is not None and type(reply.message) is Done:
         session.exchange.take_back(reply.message.headers)
-
-
-def _all_there(carriers: list[Carrier | None]) -> list[Carrier]:
-    there = [c for c in carriers if c is not None]
-    if len(there) != len(carriers):
-        raise ProtocolError("only a call may leave tensors out")
-    return there
-
-
-def _check_mode(message: Call | Spec | Plan, program: Program, token: Any) -> None:
-    """A kept forward's mode was the one of its moment."""
-    if message.training not in (None, program.training) and not token:
-        raise UsageError(
-            f"this call was made for training={message.training}, but the module is now in training={program.training}: "
-            "a compiled program has the mode of its trace; trace it again after train() or eval()"
-        )
-
-
-def _site_of(message: Call | Spec | Plan, program: Program, is_checked: bool = False) -> WorkerSite:
-    if not is_checked:
-        _check_mode(message, program, getattr(message, "token", 0))
-    make = _site if len(message.structure) <= MAX_CACHED else _site.__wrapped__
-    return make(message.structure, message.training, message.flags, getattr(message, "seed", None))
-
-
-@lru_cache(maxsize=4096)
-def _site(structure: bytes, training: bool | None, flags: int, seed: int | None) -> WorkerSite:
-    compile_ = False if flags & messages.EAGER else True if flags & messages.TRACED else None
-    return WorkerSite(
-        structure,
-        training,
-        bool(flags & messages.ACCUMULATE),
-        bool(flags & messages.ANCHORED),
-        seed,
-        compile_,
-    )
-
-
-def _aval_of(raw: Any) -> Aval:
-    if (
-        type(raw) is not list
-        or len(raw) != 2
-        or type(raw[0]) is not list
-        or type(raw[1]) is not list
-        or len(raw[1]) != 3
-    ):
-        raise ProtocolError(f"an abstract value must be [shape, [code, bits, lanes]], not {raw!r:.80}")
-    if not all(type(n) is int and n >= 0 for n in raw[0]):
-        raise ProtocolError(f"a shape must be natural numbers, not {raw[0]!r:.80}")
-    return Aval(tuple(raw[0]), checked_dtype(*raw[1]))
-
-
-def _made_by(factory: Any, target: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What a module's factory returns. TypeError with a hint where it cannot be called so."""
-    try:
-        return factory(*args, **kwargs)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # from within the factory
-        raise TypeError(
-            f"{error}. worker.module() calls its target, a factory, with the arguments after it; to call a function "
-            f"with tensors, load it by worker.function({target!r})"
-        ) from None
 
 
 def _never(_: Any) -> bool:

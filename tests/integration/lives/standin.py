@@ -36,7 +36,7 @@ class Desk:
     calls = 0
     def __init__(self, **facts):
         self.facts = facts
-        self.was_used = False
+        self.loaded, self.was_used = self, False
     def serve(self, control, on_control):
         poller = select.poll()
         poller.register(control, select.POLLIN)
