@@ -80,6 +80,7 @@ class Connection:
 
     Set by the `Worker`: ``advise``: what to do about an end by that exit code, for messages; ``revives``: whether the
     worker is started again by itself; ``follows_death``: whether this incarnation was; ``is_counted``: whether its end was;
+    ``is_replaced``: whether another incarnation has taken over;
     ``state_discarded``: whether the program has said that it knows what was lost before this incarnation.
     """
 
@@ -88,7 +89,7 @@ class Connection:
         check_not_in_chain(facts.incarnation, facts.name, serving())  # it could not greet us either
         self.facts, self._link, self._memory = facts, link, memory
         self.advise: Callable[[int | None], str] = lambda exit_code: "worker.restart() starts it again"
-        self.revives = self.follows_death = self.is_counted = self._is_replaced = False
+        self.revives = self.follows_death = self.is_counted = self.is_replaced = False
         self.state_discarded = False
         self._pid, self._forks = os.getpid(), _forks
         self._client_id = b"c" + os.urandom(15)
@@ -453,17 +454,17 @@ class Connection:
 
     def _raise_unreachable(self, was_running: bool = False) -> NoReturn:
         """The line is broken: because the worker is gone or this end was closed, as will be known at once."""
-        if not (self._is_replaced or self._closed):
+        if not (self.is_replaced or self._closed):
             self._gone.wait(REPORT_S)
-        if self._is_replaced or self._closed:
+        if self.is_replaced or self._closed:
             self._raise_closed(was_running)
         self._raise_dead(was_running)
 
     def _raise_closed(self, was_running: bool) -> NoReturn:
-        raise (was_restarted if self._is_replaced else was_closed)(self.facts.name, was_running)
+        raise (was_restarted if self.is_replaced else was_closed)(self.facts.name, was_running)
 
     def _raise_dead(self, was_running: bool) -> NoReturn:
-        if self._is_replaced:
+        if self.is_replaced:
             self._raise_closed(was_running)
         if self._broken is not None:
             raise has_lied(self.facts.name, self._broken)
@@ -600,7 +601,7 @@ class Connection:
 
     def replace(self) -> None:
         """Before `close`: another incarnation takes over, and whoever waits here is told that rather than of an end."""
-        self._is_replaced = True
+        self.is_replaced = True
 
     def close(self) -> None:
         """Stop using the worker. Views of its results stay valid. Idempotent."""

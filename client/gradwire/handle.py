@@ -171,10 +171,14 @@ class Handle:
         except WorkerDiedError as error:
             if self._loaded is not None and not self._loaded.is_alive:
                 self.stakes.note_death()
-            never_sent = self.revives and not error.was_running and stake == Stake.NOTHING
-            if not (site.retry or never_sent):
+            if not (site.retry or (not error.was_running and self._goes_on(stake))):
                 raise
         return self._invoke(site, word, carriers, keep, token, token_ops, absent)
+
+    def _goes_on(self, stake: Stake) -> bool:
+        """Whether a call that was never sent is made to the next process: `_ready` tells of state that was lost by then."""
+        was_replaced = self._loaded is not None and self._loaded.is_replaced
+        return was_replaced or (self.revives and stake == Stake.NOTHING)
 
     def _invoke(
         self,
