@@ -32,6 +32,7 @@ __all__ = ["TorchFunctional"]
 _do: Callable[[Iterable[Any]], None] = deque(maxlen=0).extend
 
 _LOOKS = 3  # what is kept from call to call shows in the second; a look walks the graph, or compares contents
+_MAX_SEEN = 1024
 _GIVEN = "_gradwire_given"  # the attribute of a parameter that was given: its name
 
 
@@ -216,6 +217,8 @@ class _FunctionalFlat(TorchFlat):
             leaves = own_leaves(results)
             _check_reached(self._own_parameters(args), leaves)
             _check_of_this_call(args[0], leaves)
+            if len(self._seen) >= _MAX_SEEN:
+                self._seen.clear()
             self._seen[key] = self._seen.get(key, 0) + 1
         return results
 

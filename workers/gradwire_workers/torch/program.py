@@ -193,6 +193,8 @@ class TorchProgram:
                 "call (a hidden state, a cached weight). Detach what is kept (self.h = h.detach()); to differentiate through "
                 "several steps, make them in one call, or pass the state in and out as an argument and a result"
             )
+        if len(self._looked) >= _MAX_MEASURED:
+            self._looked.clear()
         self._looked[key] = looks + 1
 
     def keep_rows(
