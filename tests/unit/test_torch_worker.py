@@ -71,6 +71,13 @@ def test_a_call_equals_the_same_call_here_bit_for_bit() -> None:
     assert residual.nbytes > 0 and p.is_module and p.training is True
 
 
+def test_a_sparse_gradient_of_an_argument_is_refused() -> None:
+    rows = lambda w, i: torch.nn.functional.embedding(i, w, sparse=True)  # noqa: E731
+    _, residual = program(rows).keep(site(2), (), [f64(5, 3), torch.tensor([0, 2])])
+    with pytest.raises(UsageError, match="embedding with sparse=True.*Say sparse=False"):
+        residual.derive(("T", (0,), 1), [f64(2, 3)], keep=False, accumulate=False)
+
+
 def test_R38_trees_keywords_and_numpy_results() -> None:
     def f(x: Any, *, scale: float = 2.0, mask: Any = None) -> Any:
         return {"y": x * scale, "aux": (x.sum(), None, "s", 3, np.arange(3, dtype=">i4"))}

@@ -99,7 +99,8 @@ class Call:
             mode, way = ("reverse", "vjp(*args)") if name == "vjp" else ("forward", "jvp(primals, tangents)")
             raise UsageError(
                 f"{what} is a numpy function without a derivative for {mode} mode: numpy has none of its own. Give it one "
-                f"as an attribute, f.{way} (see gradwire_workers.numpy), or write it in a framework that differentiates"
+                f"as an attribute, f.{way} (see gradwire_workers.numpy), write it in a framework that differentiates, or "
+                "call it where nothing is to be differentiated (torch.no_grad, x.detach(), jax.lax.stop_gradient)"
             )
 
     def vjp(self, word: tuple[Any, ...], operands: Sequence[Any]) -> Pulled:

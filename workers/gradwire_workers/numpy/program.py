@@ -58,7 +58,7 @@ class NumpyProgram:
             if call.offers("vjp"):
                 results, pullback, rows = call.vjp(word, operands)
             else:
-                call.refuse_without("jvp", word)
+                call.refuse_without("jvp" if call.offers("jvp") else "vjp", word)
                 results, pullback, rows = call.evaluate(word, operands), None, []
         residual = NumpyResidual(call, word, primals, pullback, rows)
         residual.nbytes = sum(x.nbytes for x in (*operands, *results))

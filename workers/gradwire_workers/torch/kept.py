@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from gradwire_wire.errors import ResidualLostError
+from gradwire_wire.errors import ResidualLostError, UsageError
 from gradwire_workers.torch.tape import filled, is_inexact, leaves_of, pull, push
 
 __all__ = ["Kept", "KeptRows", "is_of_earlier_calls", "nodes_made", "own_leaves", "saved_nbytes"]
@@ -93,6 +93,11 @@ class Kept:
                 return push(ys, wrt, linear, create_graph=keep)
             return pull(ys, wrt, linear, create_graph=keep, parameters=parameters)
         except RuntimeError as error:
+            if "sparse tensors" in str(error):
+                raise UsageError(
+                    f"torch says {str(error)!r}: a gradient that is sparse (embedding with sparse=True) cannot be had for an "
+                    "argument of a remote function. Say sparse=False, or let a module in the worker own those weights"
+                ) from error
             if self._generation == self._owner.generation or "inplace operation" not in str(error):
                 raise
             raise _lost("its graph no longer holds") from error
