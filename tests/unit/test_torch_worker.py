@@ -74,7 +74,7 @@ def test_a_call_equals_the_same_call_here_bit_for_bit() -> None:
 def test_a_sparse_gradient_of_an_argument_is_refused() -> None:
     rows = lambda w, i: torch.nn.functional.embedding(i, w, sparse=True)  # noqa: E731
     _, residual = program(rows).keep(site(2), (), [f64(5, 3), torch.tensor([0, 2])])
-    with pytest.raises(UsageError, match="embedding with sparse=True.*Say sparse=False"):
+    with pytest.raises(UsageError, match=r"embedding with sparse=True.*Say sparse=False"):
         residual.derive(("T", (0,), 1), [f64(2, 3)], keep=False, accumulate=False)
 
 
