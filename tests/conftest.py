@@ -34,6 +34,63 @@ settings.load_profile("gradwire")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# XLA compiles thousands of programs here and each runs once or twice: it is to optimise none of them, in this process
+# and in the workers alike. (The CPU seconds of the JAX tests fall to a third.) Programs as users run them, with XLA's
+# own settings, are those of `users_environment`: the demo, the examples, and `test_jax_versions.py` for today's JAX too.
+QUICK_XLA = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
+
+
+def users_environment() -> dict[str, str]:
+    """The environment of a program that is to run as users run it: without what is set above to save time.
+
+    ``XLA_FLAGS`` stays, empty, so that this file leaves it alone where the program is pytest again.
+    """
+    return {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace(QUICK_XLA, "")}
+
+
+# The files that take longest, in that order, are begun first: a long one at the end would leave a core idle.
+LONGEST = [
+    "test_jax_versions",
+    "test_keras_layer",
+    "test_long_training",
+    "test_field_reports_derivatives",
+    "test_sentences",
+    "test_fuzz",
+    "test_field_reports_processes",
+    "test_soak",
+    "test_demo",
+    "test_jax_modules",
+    "test_chain",
+    "test_segments",
+    "test_fallbacks",
+    "test_compiled",
+    "test_training",
+    "test_leaving",
+    "test_environments",
+    "test_jax_worker",
+    "test_jax_caller",
+    "test_table",
+    "test_transforms",
+    "test_examples",
+    "test_tensorflow_worker",
+    "test_field_reports_tensors",
+    "test_keras",
+    "test_restarts",
+    "test_bench",
+    "test_three_interpreters",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest first; pytest-xdist hands files out in this order (`--no-loadscope-reorder`)."""
+    place = {name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 # A shell starts what it puts into the background with SIGINT ignored, and children inherit that: tests of Ctrl-C
 # (R62) send one to programs that they started, or to themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from tests.conftest import users_environment
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DIGITS = ROOT / "examples" / "digits"
@@ -105,6 +106,7 @@ def test_the_demo(torch_python: str, tensorflow_python: str) -> None:
         capture_output=True,
         text=True,
         timeout=100,
+        env=users_environment(),
     )
     assert run.returncode == 0, run.stderr[-3000:]
     *lines, last = run.stdout.strip().splitlines()

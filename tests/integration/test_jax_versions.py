@@ -1,12 +1,17 @@
 """The JAX caller and the JAX worker under the oldest and the newest JAX, each in an environment of its own.
 
-What runs there: the unit tests of the callbacks and of the worker, those of the caller under jit where torch (the
-double of their worker) can be borrowed, and `test_jax_essentials.py` with real workers. Today's JAX is .venv's.
+What runs there is what a version can change: primitives and their rules, callbacks and XLA's own calls, the order of
+effects, jaxprs that the worker takes apart, dtypes. That is the unit tests of the callbacks and of the worker, those of
+the caller under jit where torch (the double of their worker) can be borrowed, and `test_jax_essentials.py` with real
+workers. Left out is what crosses these with each other or holds them to mathematics (`CROSSED`, and of the caller's
+tests the cells marked slow): it runs under today's JAX, which is .venv's.
+
+All of it runs at XLA's own settings, the other tests at `conftest.QUICK_XLA`; so the essentials, and "the same bits as
+jit", run here with today's JAX too.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,13 +19,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, users_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 UNIT = ["tests/unit/test_jax_callback.py", "tests/unit/test_jax_worker.py", "tests/unit/test_jax_express.py"]
 WITH_TORCH = ["tests/unit/test_jax_caller.py", "tests/unit/test_jax_state.py"]
 ESSENTIALS = "tests/integration/test_jax_essentials.py"
+# leaks of ten thousand calls, a function with much to compile, and words of derivatives against differences
+CROSSED = "leave_nothing or conjugates or tangents_are_differences"
 
 # pytest in a process that finds what lies in further folders after all that is its own
 PYTEST = """
@@ -45,7 +52,7 @@ def borrowed(python: Path) -> str:
 def run(python: Path, *arguments: str, packages: str = "") -> str:
     """pytest's last lines. Everything must pass."""
     command = [python, "-c", PYTEST, packages, "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTHONPATH")}
+    environment = {k: v for k, v in users_environment().items() if k not in ("PYTEST_ADDOPTS", "PYTHONPATH")}
     environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST_XDIST")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -64,19 +71,23 @@ def python(request: pytest.FixtureRequest) -> Path:
 
 
 def test_the_units(python: Path) -> None:
-    """All but the slowest: the leaks of ten thousand calls, and a function with many conjugates to compile."""
-    assert passed(run(python, *UNIT, "-k", "not leave_nothing and not conjugates")) > 100
+    assert passed(run(python, *UNIT, "-k", f"not ({CROSSED})")) > 100
 
 
 def test_the_transformations_of_the_caller(python: Path) -> None:
     packages = borrowed(python)
     if not packages:
         pytest.skip("no torch for this Python to play the worker: .envs/torch is of another")
-    assert passed(run(python, *WITH_TORCH, "-k", "jit and not express", packages=packages)) > 80
+    assert passed(run(python, *WITH_TORCH, "-k", "jit", "-m", "not slow", packages=packages)) > 50
 
 
 def test_with_real_workers(python: Path) -> None:
     assert passed(run(python, ESSENTIALS)) > 40
+
+
+def test_todays_jax_at_xlas_own_settings() -> None:
+    today, bits = Path(sys.executable), "tests/unit/test_jax_worker.py"
+    assert passed(run(today, ESSENTIALS, bits, "-k", "test_jax_essentials or bit_for_bit")) > 50
 
 
 def passed(said: str) -> int:

@@ -9,11 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import users_environment
+
 SENTENCES = Path(__file__).parent.parent.parent / "examples" / "sentences"
 
 
 def said_by(*command: object) -> str:
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=150, check=False)
+    run = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env=users_environment(),
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
 

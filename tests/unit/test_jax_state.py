@@ -204,7 +204,7 @@ def test_several_devices(xla_way: str) -> None:
     """Pure calls run on each; a call that moves state would happen on each, and is refused."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path]),
     }
     done = subprocess.run(
