@@ -19,15 +19,6 @@ from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import Tether
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Three frameworks make a collection take a quarter of a second, and these tests collect often."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Side:
     """One process's part: its memory, and its exchange with the other side."""
 
