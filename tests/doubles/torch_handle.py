@@ -40,7 +40,7 @@ class TorchHandle:
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self.name, self.moves = "double", 0
-        self.target = target
+        self.target, self.is_module = target, isinstance(target, torch.nn.Module)
         self.parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
         self.kept: dict[int, Kept] = {}
         self.counts: Counter[str] = Counter()

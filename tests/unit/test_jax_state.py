@@ -334,6 +334,9 @@ class RemoteModule:
     def _site(self, structure: bytes, **settings: Any) -> Site:
         return Site(structure, training=self.module.training, **settings)
 
+    def warn_of_regularizers(self) -> None:
+        """Modules of torch have none."""
+
 
 def encoder() -> torch.nn.Module:
     torch.manual_seed(0)
