@@ -383,7 +383,7 @@ class Connection:
             self._lines.check_in(line)
 
     def _check_usable(self) -> None:
-        if self._closed or self._gone.is_set() or self._forks != _forks:
+        if self._closed or self.is_replaced or self._gone.is_set() or self._forks != _forks:
             self._raise_unusable()
         chain = serving()
         if chain:
@@ -394,7 +394,7 @@ class Connection:
             raise ForkedError(
                 "this proxy belongs to the parent process; a forked child opens a bridge of its own with gradwire.connect()"
             )
-        if self._closed:
+        if self._closed or self.is_replaced:
             self._raise_closed(was_running=False)
         self._raise_dead(was_running=False)
 
@@ -577,7 +577,7 @@ class Connection:
     @property
     def is_alive(self) -> bool:
         """Whether the worker process was there when it was last heard of."""
-        return not (self._closed or self._gone.is_set())
+        return not (self._closed or self.is_replaced or self._gone.is_set())
 
     def _on_tether(self) -> None:
         """In the link's thread: segments have been announced, or the worker is gone."""
