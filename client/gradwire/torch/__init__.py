@@ -19,7 +19,7 @@ from gradwire.torch.nodes import apply, records_nothing
 from gradwire_wire.errors import RemoteError, UsageError
 from gradwire_wire.structures import fill
 from gradwire_wire.tensors import numpy as numpy_tensors
-from gradwire_wire.tensors.torch import adopt
+from gradwire_wire.tensors.torch import adopt, export
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
@@ -59,8 +59,10 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
     if site.accumulate and torch.is_grad_enabled():
         site, tensors = anchored(site), [_anchor(), *tensors]
-    fn = Derived(handle, site)
     try:
+        if records_nothing(site.accumulate, tensors):
+            return handle.invoke(site, (), [export(x) for x in tensors]).tree(adopt)
+        fn = Derived(handle, site)
         results = list(apply(fn, tensors))
     except RemoteError as error:
         if _is_any_autocast_enabled():
