@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,8 @@ __all__ = ["StaticAval", "static_results"]
 # Sizes that stand for unknown dimensions, two at a time. Small ones first; then some that survive a convolutional
 # network, whose strides divide them. Never 1, which broadcasts.
 PROBES = ((2, 3), (64, 96), (224, 320))
+LARGE = 67
+"""Tried as well where the target takes it: sizes that are padded to a multiple, or at least something, differ there."""
 
 
 class StaticAval(NamedTuple):
@@ -32,7 +35,7 @@ class StaticAval(NamedTuple):
 def static_results(fn: Derived, operands: Sequence[StaticAval]) -> tuple[list[StaticAval], bytes]:
     """What is known of the results of ``fn``, and F's result tree (where ``fn`` is F itself).
 
-    Unknown sizes are filled in with two different numbers; what then differs in the results is unknown.
+    Unknown sizes are filled in with different numbers; what then differs in the results is unknown.
     Raises UsageError where an operand has no rank, or where the target takes none of the probed sizes.
     """
     structure = b""
@@ -57,11 +60,13 @@ def _of_target(handle: Handle, site: Site, avals: Sequence[StaticAval]) -> tuple
     failure: GradwireError | None = None
     for sizes in PROBES:
         try:
-            one, other = (_probe(handle, site, avals, size) for size in sizes)
+            found = [_probe(handle, site, avals, size) for size in sizes]
         except GradwireError as error:
             failure = failure or error
         else:
-            return _common(handle, one, other), one.structure
+            with contextlib.suppress(GradwireError):
+                found.append(_probe(handle, site, avals, LARGE))
+            return _common(handle, found), found[0].structure
     raise UsageError(
         f"{handle.name}: the shapes of the results for arguments of shapes {[a.shape for a in avals]} cannot be found "
         f"out: with {PROBES} in place of None the call fails. Give the tf.function whole shapes in its "
@@ -74,16 +79,20 @@ def _probe(handle: Handle, site: Site, avals: Sequence[StaticAval], size: int) -
     return handle.spec(site, whole)
 
 
-def _common(handle: Handle, one: SpecResult, other: SpecResult) -> list[StaticAval]:
-    if one.structure != other.structure or [a.dtype for a in one.avals] != [a.dtype for a in other.avals]:
+def _common(handle: Handle, found: Sequence[SpecResult]) -> list[StaticAval]:
+    kinds = [(result.structure, [a.dtype for a in result.avals]) for result in found]
+    if any(kind != kinds[0] for kind in kinds):
         raise UsageError(
             f"{handle.name}: the result tree depends on the sizes that are not known in this tf.function. "
             "Give it whole shapes in its input_signature"
         )
     return [
-        StaticAval(_agreed(a.shape, b.shape), a.dtype) for a, b in zip(one.avals, other.avals, strict=True)
+        StaticAval(_agreed([a.shape for a in same]), same[0].dtype)
+        for same in zip(*(result.avals for result in found), strict=True)
     ]
 
 
-def _agreed(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    return tuple(n if n == m else None for n, m in zip(a, b, strict=True)) if len(a) == len(b) else None
+def _agreed(shapes: Sequence[tuple[int, ...]]) -> tuple[int | None, ...] | None:
+    if len({len(shape) for shape in shapes}) > 1:
+        return None
+    return tuple(sizes[0] if len({*sizes}) == 1 else None for sizes in zip(*shapes, strict=True))

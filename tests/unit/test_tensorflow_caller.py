@@ -731,3 +731,11 @@ def test_a_graph_of_another_process_calls_nothing_here(remote: Callable[..., Rem
     assert host(np.int64(marks[0]), 1, 2) == (1, 2)
     with pytest.raises(UsageError, match="saved in another process"):
         host(np.int64(marks[0] + 1), 1, 2)
+
+
+def test_r39_a_size_that_is_padded_is_not_taken_for_fixed(remote: Callable[..., Remote]) -> None:
+    """With a few rows 32 come out, whatever they are."""
+    r = remote(lambda x: torch.nn.functional.pad(x, (0, -len(x) % 32)))
+    padded = function(lambda x: r(x) * 2, input_signature=[tf.TensorSpec([None], tf.float64)])
+    for n in (3, 32, 40):
+        equal(padded(constant(n)), tf.pad(constant(n) * 2, [[0, -n % 32]]))
