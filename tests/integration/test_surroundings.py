@@ -234,7 +234,10 @@ def test_r55_a_worker_that_the_kernel_kills_for_want_of_memory(group: Path) -> N
     with gw.connect() as bridge:
         worker = bridge.worker("numpy", path=[TARGETS], threads=1, restart="on-failure")
         double = worker.function("fragile:double")
-        (group / "cgroup.procs").write_text(str(worker.pid))
+        try:
+            (group / "cgroup.procs").write_text(str(worker.pid))
+        except OSError as error:
+            pytest.skip(f"this system lets nobody move a process into a control group: {error}")
         with pytest.raises(gw.MemoryExhaustedError, match="memory left to this control group"):
             worker.function("numpy:zeros")(20 << 20)  # 160 MB, and as much again to share it
         with pytest.raises(gw.WorkerDiedError, match=r"SIGKILL .*that is how memory runs out"):
