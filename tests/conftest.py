@@ -91,12 +91,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
-# A shell starts what it puts into the background with SIGINT ignored, and children inherit that: tests of Ctrl-C
-# (R62) send one to programs that they started, or to themselves.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 # ---- Interpreters of the workers' environments ---------------------------------------------------------------------
 
 
@@ -148,6 +142,20 @@ def xla_way(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADWIRE_JAX_FFI", "on" if request.param == "express" else "off")
         yield request.param
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """SIGINT is heard here, and by what is started meanwhile: a shell ignores it for what it puts into the background."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- What only the next broker can remove --------------------------------------------------------------------------

@@ -183,7 +183,6 @@ def _close_all() -> None:
         channel._ask_to_end(EXIT_S)
     for channel in channels:
         channel._wait_ended(max(0.0, deadline - time.monotonic()))
-        channel._broker.end_if_stopped()
 
 
 atexit.register(_close_all)

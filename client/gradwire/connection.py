@@ -559,6 +559,9 @@ class Connection:
         if self._gone.is_set() or self._closed or self._pid != os.getpid():
             return
         self._collect()
+        if self._lines.aside:
+            # abandoned and not over: a signal just before user code began to wait in C was seen by nobody
+            self._link.interrupt(self.facts.incarnation)
         if self.released:
             self.tell(messages.Release(self.take_released()))
 

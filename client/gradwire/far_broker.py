@@ -70,9 +70,6 @@ class FarBroker:
     def kill(self) -> None:
         """It is not ours to kill."""
 
-    def end_if_stopped(self) -> None:
-        """Nor to end."""
-
     def close(self) -> None:
         """Stop watching the connection. Idempotent."""
         end, self._end = self._end, None

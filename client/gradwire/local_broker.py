@@ -31,9 +31,6 @@ class LocalBroker:
         """How its worker's endpoint is reached from here."""
         return endpoint
 
-    def end_if_stopped(self) -> None:
-        """At this program's exit; see `PrivateBroker.end_if_stopped`. It is not ours to end."""
-
     def close(self) -> None:
         """Stop watching it. Idempotent."""
         if self.pidfd >= 0:

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 from gradwire.local_broker import LAST_CHARACTERS, LocalBroker
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
-from gradwire_wire.process import is_stopped, open_pidfd
+from gradwire_wire.process import open_pidfd
 from gradwire_wire.spawn import Lent, shown, spawn
 
 __all__ = ["PrivateBroker", "Sharing", "lent_packages"]
@@ -167,11 +167,6 @@ class PrivateBroker(LocalBroker):
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         self.wait_ended(1.0)
-
-    def end_if_stopped(self) -> None:
-        """Kill it if it is stopped (SIGSTOP, a debugger): it would not see that its program ends."""
-        if self.ends_with_us and self._process.returncode is None and is_stopped(self._process.pid):
-            self.kill()
 
     def close(self) -> None:
         """Close the descriptors; the broker takes that for the end of its owner, if it has one. Idempotent."""

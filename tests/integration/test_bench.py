@@ -56,6 +56,7 @@ def test_a_target_of_the_users(tmp_path: Path) -> None:
     assert "jax.jit caller" in done.stdout and "pickle over a pipe" in done.stdout
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_r62_it_ends_at_once_and_with_all_it_started(tmp_path: Path, number: signal.Signals) -> None:
     mark = f"GRADWIRE_BENCH_TEST={uuid.uuid4().hex}"

@@ -264,6 +264,7 @@ def test_r60_a_reader_who_has_seen_enough(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr.split()[-1]) == ("", "1") and "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_logs_follow_what_is_printed(shell: Path) -> None:
     command = [sys.executable, "-m", "gradwire", "logs", "ops", "-f", "--broker", "shell"]
     following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

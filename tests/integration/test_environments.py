@@ -226,6 +226,7 @@ def test_r66_progress_is_shown_while_it_takes_long(
     assert all("is ready" in said or "waiting" in said for said in results)
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_r66_a_build_that_is_interrupted_leaves_nothing(
     place: Path, slow: Callable[[], list[int]], number: signal.Signals, monkeypatch: pytest.MonkeyPatch

@@ -261,6 +261,14 @@ def test_r69_a_timeout_per_proxy_and_per_call(remote: Callable[[str], gw.Remote]
     assert (remote("nap")(X, 0.5) == X).all(), "only that proxy has the timeout"
 
 
+def test_r69_a_signal_that_was_lost_is_sent_again(remote: Callable[[str], gw.Remote]) -> None:
+    with pytest.raises(gw.DeadlineError):
+        remote("nap_after_deafness").options(timeout=0.3)(X)
+    assert (remote("double").options(timeout=20.0)(X) == 2 * X).all(), (
+        "the worker is free long before the minute is over"
+    )
+
+
 @pytest.mark.parametrize("code", ["raise SystemExit(3)", "import sys; sys.exit('no')"])
 def test_r55_sys_exit_in_user_code_ends_the_call_and_not_the_worker(worker: gw.Worker, code: str) -> None:
     with pytest.raises(gw.RemoteError, match="SystemExit"):
@@ -382,6 +390,7 @@ LONG_CALLS = {
 }
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("to", ["caller", "group"])
 @pytest.mark.parametrize("call", LONG_CALLS)
 def test_r62_every_kind_of_wait_ends_within_a_second(call: str, to: str) -> None:
@@ -409,6 +418,7 @@ print((double(x) == 2 * x).all(), (nap(x, 0.0) == x).all(), flush=True)
         assert output == "True True\n", errors
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_r62_in_a_compiled_program(jax_python: pathlib.Path) -> None:
     """XLA gives Python no chance until the callback returns, so the call itself ends, and the program with its error."""
     code = """
@@ -431,6 +441,7 @@ print((double(x) == 2 * x).all(), flush=True)
         assert output == "True\n", errors
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_r62_interrupts_at_any_moment_lose_no_loan_and_mix_no_reply() -> None:
     """300 of them, in the middle of calls that lend and are lent 80 kB; some calls come through."""
     code = """
@@ -565,6 +576,7 @@ print("fine")
     assert output == "fine\n", output + errors
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_r62_a_second_one_at_exit_leaves_nothing() -> None:
     with running("print('up', flush=True)\nnap(x, 60.0)") as one:
         assert one.stdout is not None

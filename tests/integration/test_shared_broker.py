@@ -330,6 +330,7 @@ def test_r51_after_kill_9_of_the_broker_nothing_is_left(folder: Path) -> None:
         assert not runtime.exists(), "swept at the latest by the next broker's start"
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_foreground_ends_with_ctrl_c(folder: Path) -> None:
     path = written(folder, "tests-foreground")
     command = [sys.executable, "-m", "gradwire", "up", path, "--foreground"]

@@ -280,6 +280,7 @@ def interrupt_soon() -> threading.Timer:
     return timer
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("run", [lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())], ids=["call", "grad"])
 def test_ctrl_c(run: Any) -> None:
     interrupted = threading.Event()
@@ -287,7 +288,7 @@ def test_ctrl_c(run: Any) -> None:
     def answer(message: Message) -> list[Any]:
         if not interrupted.is_set():
             interrupted.set()
-            time.sleep(10)
+            time.sleep(60)
         return twice(message)
 
     f = run(remote(ScriptedHandle(answer)))
@@ -296,7 +297,7 @@ def test_ctrl_c(run: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         f(jnp.ones(3))
     timer.join()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # compiling included
     assert f(jnp.ones(3)).tolist() == [2, 2, 2]
 
 

@@ -74,7 +74,7 @@ def die_with_parent() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of ours is stopped by a signal; False where that cannot be known."""
+    """Whether a process is stopped by a signal; False where that cannot be known."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")

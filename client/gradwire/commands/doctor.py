@@ -17,6 +17,7 @@ from gradwire.surroundings import Interpreter, interpreters
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.machine import read_memory
+from gradwire_wire.process import is_stopped
 from gradwire_wire.rendezvous import candidates, find_cards, folders, is_running, why_unfit
 from gradwire_wire.segments import Ledger, SharingUnavailableError
 
@@ -115,7 +116,7 @@ def _folders() -> Iterator[Finding]:
 def _brokers() -> Iterator[Finding]:
     for card in find_cards(os.environ):
         text = f"{card.name!r} runs at {card.address} (pid {card.pid}, {card.file})"
-        if _is_stopped(card.pid):
+        if is_stopped(card.pid):
             yield Finding("problem", "shared broker", f"{text}, and is stopped", f"kill -CONT {card.pid}")
         else:
             yield Finding("ok", "shared broker", text)
@@ -129,13 +130,6 @@ def _brokers() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "left-overs", "none of earlier runs")
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
 
 
 def _interpreter(one: Interpreter) -> Finding:

@@ -90,6 +90,17 @@ def dot(x: Any, y: Any) -> Any:
 dot.vjp = lambda x, y: (dot(x, y), lambda bar: (bar * y, bar * x))  # type: ignore[attr-defined]
 
 
+def nap_after_deafness(x: Any) -> Any:
+    """Long, and the first signal is lost, as one is that comes just before a system call that waits."""
+    import signal
+
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(0.8)
+    signal.signal(signal.SIGINT, heard)
+    time.sleep(60)
+    return x
+
+
 def slow_dot(x: Any, y: Any) -> Any:
     return np.float64(x @ y)
 
