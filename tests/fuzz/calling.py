@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import os
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -54,7 +55,14 @@ def one_life(link: BrokerLink, memory: Memory, folder: str, end: float, met: Any
     facts = WorkerFacts("liar", b"i" * 16, os.getpid(), f"ipc://{folder}/z", f"{folder}/t", b"t" * 16, {})
     connection = Connection(link, facts, memory, 2.0)
     try:
-        handle = Handle(lambda: connection, "function", "a:b", positional(0), [])
+        watchdog = threading.Timer(
+            MOST_S, connection.close
+        )  # loading has no deadline, and a liar may be silent
+        watchdog.start()
+        try:
+            handle = Handle(lambda: connection, "function", "a:b", positional(0), [])
+        finally:
+            watchdog.cancel()
         remote = Remote(handle, Background("fuzz")).options(timeout=0.5)
         for i in range(100):
             if time.monotonic() > end or not connection.is_alive:
