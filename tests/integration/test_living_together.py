@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from tests.conftest import users_environment
 
 pytestmark = pytest.mark.integration
 
@@ -190,7 +190,7 @@ def test_r01_the_two_ends_of_what_there_is(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "program.py", json.dumps([OLD, NEW, newest[0]])],
         cwd=tmp_path,
-        env={**os.environ, "GRADWIRE_CACHE": str(registry.CACHE)},
+        env={**users_environment(), "GRADWIRE_CACHE": str(registry.CACHE)},
         capture_output=True,
         text=True,
         timeout=300,

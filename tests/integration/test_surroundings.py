@@ -159,6 +159,8 @@ def test_r52_a_tmpdir_that_cannot_be_used(flaw: str, short: Path, tmp_path: Path
 
 def test_r52_no_folder_at_all_is_said_with_each_ones_flaw(tmp_path: Path) -> None:
     places = ("/tmp", "/var/tmp", "/dev/shm")
+    if any(Path(sys.executable).is_relative_to(place) for place in places):
+        pytest.skip("this interpreter lies where the test mounts something else")
     mount = [f"mount -t tmpfs none {place} && mount -o remount,ro {place}" for place in places]
     code = "import gradwire\ntry: gradwire.connect()\nexcept gradwire.ConnectError as error: print(error)"
     ended = subprocess.run(
