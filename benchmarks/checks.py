@@ -68,11 +68,11 @@ def planned_client(arrays: list[np.ndarray]) -> Callable[[], object]:
 
 
 def planned_worker(arrays: list[np.ndarray], is_shared: bool) -> Callable[[], object]:
-    avals = [Aval(x.shape, dtype_named(x.dtype.name)) for x in arrays] if is_shared else []
+    avals = [(Aval(x.shape, dtype_named(x.dtype.name)), x.nbytes) for x in arrays] if is_shared else []
 
     def act() -> None:
-        for aval in avals:
-            checked_place(aval, 1, 4096, 3, 0, lambda number: SEGMENT_NBYTES)
+        for aval, nbytes in avals:
+            checked_place(aval, nbytes, 1, 4096, 3, 0, lambda number: SEGMENT_NBYTES)
 
     return act
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gradwire_wire import messages
-from gradwire_wire.carriers import Aval, Carrier, plain_avals
+from gradwire_wire.carriers import Aval, Carrier, Columns, plain_avals
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.plans import (
@@ -38,7 +38,7 @@ def signature_of(carriers: Sequence[Carrier | None]) -> tuple[Any, ...] | None:
         array, dtype, _ = carriers[0]
         shape = array.shape
         return ((shape, dtype),) if array.flags.c_contiguous and len(shape) <= MAX_AXES else None
-    if len(carriers) >= MIN_RUN:
+    if len(carriers) >= MIN_RUN or type(carriers) is Columns:
         columns = plain_avals(carriers)
         if columns is not None and max(map(len, columns[0])) <= MAX_AXES:
             return _Wide(columns)

@@ -431,7 +431,7 @@ class Exchange:
         h = checked_header(raw, self._nbytes_of, len(frames))
         place = h.place
         if type(place) is int:
-            return self._leased(h, place)
+            return self._leased(h, place, h.nbytes)
         data = place if type(place) is bytes else frames[place[0]]  # type: ignore[index]
         if len(data) != h.nbytes:
             raise ProtocolError(f"{len(data)} bytes in a frame whose header describes {h.nbytes}")
@@ -441,7 +441,7 @@ class Exchange:
             raise _not_here(h, error) from error
         return Carrier(array, h.dtype, True)
 
-    def _leased(self, h: Header, number: int) -> Carrier:
+    def _leased(self, h: Header, number: int, nbytes: int) -> Carrier:
         segment = self._theirs.get(number)
         if segment is None:
             raise ClosedError("the connection was closed while its reply was read")
@@ -449,17 +449,19 @@ class Exchange:
             raise ProtocolError(f"a header in a segment, with loan {h.loan}")
         if not segment.is_mapped:
             self._map(segment)
-        lease = Lease(segment, h.byte_offset, h.nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
+        lease = Lease(segment, h.byte_offset, nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
         try:
             view = segment.view(h.shape, _NUMPY[h.dtype], _steps(h), lease)
             return Carrier(view, h.dtype, lease.owned or not segment.is_sealed)
         except ValueError as error:
             raise _not_here(h, error) from error
 
-    def borrow_shared(self, aval: Aval, number: int, offset: int, loan: int, flags: int) -> Carrier:
+    def borrow_shared(
+        self, aval: Aval, nbytes: int, number: int, offset: int, loan: int, flags: int
+    ) -> Carrier:
         """`borrow` for a C-contiguous tensor whose shape and dtype are known: everything else is checked here."""
-        h = checked_place(aval, number, offset, loan, flags, self._nbytes_of)
-        return self._leased(h, number)
+        h = checked_place(aval, nbytes, number, offset, loan, flags, self._nbytes_of)
+        return self._leased(h, number, nbytes)
 
     def _map(self, segment: ForeignSegment) -> None:
         with self._memory.lock:

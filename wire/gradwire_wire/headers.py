@@ -22,6 +22,7 @@ Everything received goes through `checked_header` before any memory is looked at
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, NamedTuple, Union
 
 from gradwire_wire.carriers import Aval
@@ -63,6 +64,9 @@ class Header(NamedTuple):
     def nbytes(self) -> int:
         """Bytes from the first element to the end of the last."""
         return extent(self.shape, self.strides) * self.dtype.itemsize
+
+
+_header = partial(tuple.__new__, Header)
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> int:
@@ -125,10 +129,20 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
 
 
 def checked_place(
-    aval: Aval, number: int, byte_offset: int, loan: int, flags: int, segment_nbytes: Callable[[int], int]
+    aval: Aval,
+    nbytes: int,
+    number: int,
+    byte_offset: int,
+    loan: int,
+    flags: int,
+    segment_nbytes: Callable[[int], int],
 ) -> Header:
-    """The header of a C-contiguous tensor in a segment, whose shape and dtype were checked before."""
-    h = Header(number, _natural(byte_offset, "byte offset"), loan, aval.shape, None, aval.dtype, CPU, flags)
+    """The header of a C-contiguous tensor in a segment, whose shape and dtype were checked before, and so its bytes."""
+    h = _header((number, byte_offset, loan, aval.shape, None, aval.dtype, CPU, flags))
+    is_inside = number >= 0 <= byte_offset and 0 < nbytes <= segment_nbytes(number) - byte_offset
+    if is_inside and 0 <= flags <= MAX_FLAGS and not byte_offset % (aval.dtype.bits // 8):
+        return h
+    _natural(byte_offset, "byte offset")
     if flags > MAX_FLAGS:
         raise ProtocolError(f"unknown flags {flags}")
     _check_place(h, number, segment_nbytes)

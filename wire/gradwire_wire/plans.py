@@ -185,6 +185,7 @@ class Frame:
         "_memory",
         "_places",
         "_runs",
+        "_sizes",
         "_views",
         "avals",
         "columns",
@@ -197,6 +198,7 @@ class Frame:
         self.avals = tuple(None if p is None else p.aval for p in layout.places)
         self.columns = None if None in self.avals or not self.avals else tuple(zip(*self.avals))
         self._lent = [(i, p) for i, p in enumerate(layout.places) if p is not None and p.is_lent]
+        self._sizes = [_nbytes(p.aval) for _, p in self._lent]
         self._views = [
             None
             if p is None or p.is_lent
@@ -221,6 +223,11 @@ class Frame:
         return self._lend(carriers) if self._lent else _NO_LOANS
 
     def _put_each(self, views: Sequence[np.ndarray | None], carriers: Sequence[Carrier | None]) -> None:
+        if type(carriers) is Columns:
+            for view, array in zip(views, carriers.arrays):
+                if view is not None:
+                    view[...] = array
+            return
         for view, carrier in zip(views, carriers):
             if view is not None:
                 view[...] = carrier.array  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from gradwire_wire import messages
-from gradwire_wire.carriers import Carrier, plain_avals
+from gradwire_wire.carriers import Carrier, Columns, plain_avals
 from gradwire_wire.dtypes import DType
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.exchange import Exchange
@@ -129,7 +129,7 @@ def _is_alike(carriers: Sequence[Carrier | None], answer: Frame) -> bool:
         array, dtype, _ = carriers[0]
         shape, expected = avals[0]
         return (dtype is expected or dtype == expected) and array.shape == shape and array.flags.c_contiguous
-    if answer.columns is not None and len(avals) >= MIN_RUN:
+    if answer.columns is not None and (len(avals) >= MIN_RUN or type(carriers) is Columns):
         return plain_avals(carriers) == answer.columns
     for carrier, aval in zip(carriers, avals):
         if carrier is None or aval is None:
