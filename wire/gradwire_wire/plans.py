@@ -296,7 +296,7 @@ class Frame:
         entries = [ENTRY.unpack_from(self._memory, place.offset) for _, place in self._lent]
         for at, (i, place) in enumerate(self._lent):
             try:
-                carriers[i] = self._exchange.borrow_shared(place.aval, *entries[at])
+                carriers[i] = self._exchange.borrow_shared(place.aval, self._sizes[at], *entries[at])
             except BaseException as error:
                 self._exchange.decline_loans([loan for _, _, loan, _ in entries[at + 1 :]])
                 if is_not_of_header(error):
