@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire_broker import processors
-from gradwire_broker.environment import THREADS, worker_environment
+from gradwire_broker.environment import SPINS, THREADS, worker_environment
 from gradwire_wire.interpreters import NoInterpreter, find_interpreter
 
 PLAIN = {"PATH": "/usr/bin:/bin", "HOME": "/home/me", "LANG": "C.UTF-8"}
@@ -66,6 +66,13 @@ def test_r03_memory_is_left_for_others() -> None:
 def test_r04_every_library_is_told_how_many_threads() -> None:
     made = environment({"OMP_NUM_THREADS": "64"}, {"MKL_NUM_THREADS": "7"})
     assert {name: made[name] for name in THREADS} == {**dict.fromkeys(THREADS, "3"), "MKL_NUM_THREADS": "7"}
+
+
+def test_threads_that_wait_leave_the_processor_unless_somebody_wants_it_otherwise() -> None:
+    assert environment({})["GOMP_SPINCOUNT"] == SPINS
+    for name, value in (("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "active")):
+        for made in (environment({name: value}), environment({}, {name: value})):
+            assert made[name] == value and made.get("GOMP_SPINCOUNT") != SPINS
 
 
 def test_r04_xla_is_told_in_its_own_way() -> None:
