@@ -169,9 +169,10 @@ class Handle:
         try:
             return self._invoke(site, word, carriers, keep, token, token_ops, absent)
         except WorkerDiedError as error:
-            if self._loaded is not None and not self._loaded.is_alive:
-                self.stakes.note_death()
-            if not (site.retry or (not error.was_running and self._goes_on(stake))):
+            goes_on = site.retry or (not error.was_running and self._goes_on(stake))
+            if stake == Stake.NOTHING or not goes_on:  # else nobody has heard of a loss yet: `_ready` tells
+                self.note_death()
+            if not goes_on:
                 raise
         return self._invoke(site, word, carriers, keep, token, token_ops, absent)
 
@@ -190,27 +191,13 @@ class Handle:
         token_ops: int,
         absent: Sequence[int],
     ) -> Outcome:
-        if type(token) is not int or token:
-            return self._derive(site, word, carriers, keep, token, token_ops, absent)
-        connection = self._ready()
+        is_plain = type(token) is int and not token
+        # (a token of a former life tells of its own loss)
+        connection = self._ready() if is_plain else self._there()
         if self.is_module and site.training is not False:
             self.stakes.raise_to(self._stake_of_call(site))
-        return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
-
-    def _derive(
-        self,
-        site: Site,
-        word: Word,
-        carriers: Sequence[Carrier],
-        keep: int,
-        token: Any,
-        token_ops: int,
-        absent: Sequence[int],
-    ) -> Outcome:
-        """A derivative of a kept forward. Its token, if of a former life, tells of its own loss."""
-        connection = self._there()
-        if self.is_module and site.training is not False:
-            self.stakes.raise_to(self._stake_of_call(site))
+        if is_plain:
+            return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
             linear = linear_count(word)

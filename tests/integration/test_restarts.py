@@ -233,6 +233,26 @@ def test_calls_during_a_restart_wait_for_the_new_process(make: Callable[..., gw.
         assert "was restarted while it worked on this call" in str(error)
 
 
+@pytest.mark.parametrize("had_state", [True, False])
+def test_a_call_that_a_restart_has_overtaken_is_made_anew_unless_state_was_lost(
+    make: Callable[..., gw.Worker], monkeypatch: pytest.MonkeyPatch, had_state: bool
+) -> None:
+    """It had found the old process, and was not sent yet: nobody has told the caller what went with that."""
+    worker = make()
+    net = worker.module("fragile:Counter")
+    if had_state:
+        net(X)
+    handle, old = net.handle, net.handle._loaded
+    ready, found = handle._ready, [old]
+    monkeypatch.setattr(handle, "_ready", lambda: found.pop() if found else ready())
+    worker.restart()
+    if had_state:
+        with pytest.raises(gw.WorkerDiedError, match="is as new from its factory"):
+            net(X)
+    net(X)
+    assert not found and handle._loaded is not old
+
+
 def test_a_worker_that_dies_at_its_start_is_given_up(
     make: Callable[..., gw.Worker], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
