@@ -112,6 +112,17 @@ def test_messages_go_by_the_socket_between_short_frames(ends: tuple[ClientPage, 
         assert client.receive() == [b"\x92long answer"]
 
 
+def test_a_call_shown_behind_what_has_no_answer_is_not_lost(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    for _ in range(3):
+        client.send_nowait([b"\x91told"])
+        show(client, b"\1call")  # before the worker has read anything
+        assert polled(worker) == [b"\x91told"]
+        assert look(worker, polled(worker)) == b"\1call"
+        show(worker, b"\2answer")
+        assert look(client, client.receive()) == b"\2answer"
+
+
 @pytest.mark.parametrize("nbytes", [MAX_PACKET + 1, HALF])
 def test_a_message_too_long_for_a_packet_goes_by_the_page(
     nbytes: int, ends: tuple[ClientPage, WorkerPage]
@@ -286,8 +297,11 @@ def test_both_ends_gone_nothing_is_left(footprint: Callable[[], tuple[int, int]]
 # ---- The model: any interleaving of what two ends do, one step at a time --------------------------------------------------
 
 
+TOLD = b"\x90told"
+
+
 class Model(RuleBasedStateMachine):
-    """A client that calls and a worker that serves; each step of either may come before or after the other's.
+    """A client that calls, and tells what has no answer, and a worker that serves; each step of either may come before or after the other's.
 
     What must hold: whoever sleeps with something to do has a bell in its socket.
     """
@@ -320,6 +334,11 @@ class Model(RuleBasedStateMachine):
         show(self.client, b"\1%d" % self.number)
 
     @rule()
+    @precondition(lambda self: not self.is_called)
+    def tell(self) -> None:
+        self.client.send_nowait([TOLD])
+
+    @rule()
     @precondition(lambda self: self.worker_sleeps)
     def worker_wakes_by_the_poller(self) -> None:
         if self.rung(self.worker):
@@ -340,7 +359,7 @@ class Model(RuleBasedStateMachine):
             self.worker_sleeps = True
 
     def serve(self, received: object) -> None:
-        if received is not None:
+        if received is not None and received != [TOLD]:
             assert self.is_called and not self.is_taken, "served what nobody asked for"
             assert look(self.worker, received) == b"\1%d" % self.number
             self.is_taken = True
