@@ -116,6 +116,8 @@ class Background:
         except BaseException as error:
             if future is not None:
                 future.set_exception(error)
+        finally:
+            del future, act  # an error has this frame, and would hold itself and the arguments
 
     def close(self) -> None:
         """Let the threads end once they are idle."""
@@ -136,7 +138,8 @@ class _After:
     """Counts futures that are done, and tells once: that all are, or what the first to fail raised."""
 
     def __init__(self, count: int, tell: Callable[[BaseException | None], None]) -> None:
-        self._left, self._tell, self._lock = count, tell, threading.Lock()
+        self._left, self._lock = count, threading.Lock()
+        self._tell: Any = tell
 
     def __call__(self, done: Future[Any]) -> None:
         error = _cancelled() if done.cancelled() else done.exception()
@@ -145,7 +148,11 @@ class _After:
             self._left = 0 if error is not None else self._left - 1
             is_time = not was_told and self._left == 0
         if is_time:
-            self._tell(error)
+            tell, self._tell = (
+                self._tell,
+                None,
+            )  # which knows the call, and so the futures that keep this callback
+            tell(error)
 
 
 def _cancelled() -> BaseException:
@@ -160,10 +167,14 @@ def is_ours(callback: Any) -> bool:
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
-    """What raises that, in a thread of its own and not in the callback: chains may be longer than Python's stack."""
+    """What raises that once, in a thread of its own and not in the callback: chains may be longer than Python's stack."""
 
     def act() -> Any:
-        raise error
+        nonlocal error
+        try:
+            raise error
+        finally:
+            del error  # which has this frame
 
     return act
 

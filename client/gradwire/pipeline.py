@@ -114,11 +114,16 @@ class CallFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """See `concurrent.futures.Future.result`."""
-        if self._state != _FINISHED:
-            self.wait(timeout)
-        if self._state == _FINISHED and self._exception is None:
-            return self._result
-        return super().result(0)
+        try:
+            if self._state != _FINISHED:
+                self.wait(timeout)
+            if self._state == _FINISHED and self._exception is None:
+                return self._result
+            return super().result(0)
+        finally:
+            del (
+                self
+            )  # an error that is raised here has this frame, and would hold itself and the caller's variables
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `concurrent.futures.Future.exception`."""
@@ -475,6 +480,11 @@ class Pipeline:
         except _Strange:
             self._under_way.appendleft(call)
             raise ProtocolError("an answer to another call than the next") from None
+        except GradwireError as raised:
+            result, error = (
+                None,
+                raised.with_traceback(None),
+            )  # whose frames would hold the call, and so the error itself
         except BaseException as raised:
             result, error = None, raised
         self._connection.calls += 1

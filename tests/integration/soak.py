@@ -175,6 +175,7 @@ def lent_after(workers: list[gw.Worker], bridge: gw.Bridge, timeout_s: float = 5
     """Loans that living workers have not returned in time, and that are not kept for a result that a dead one was lent."""
     deadline = time.monotonic() + timeout_s
     while True:
+        gc.collect()
         lent = 0
         for worker in workers:
             if worker.alive:

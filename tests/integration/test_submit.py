@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import pathlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -54,6 +57,49 @@ def test_a_chain_longer_than_there_are_threads(workers: tuple[gw.Worker, gw.Work
     for _ in range(50):
         last = one.submit(other.submit(last))
     assert last.result(30) == 2.0**101
+
+
+@pytest.mark.parametrize(
+    "way", ["in turn", "deadline", "submit", "exception", "again", "event loop", "pullback", "spec"]
+)
+def test_an_error_that_was_handled_holds_nothing(workers: tuple[gw.Worker, gw.Worker], way: str) -> None:
+    """Neither results nor arguments of the failed call's caller wait for the garbage collector to find a cycle."""
+    one = workers[0]
+    double, fail = (one.function(f"any_framework:{name}") for name in ("double", "bad"))
+    nap = one.function("fragile:nap")
+
+    async def awaited(x: Any) -> bool:
+        with contextlib.suppress(ValueError):  # here, for asyncio.run has a cycle of its own
+            await fail.aio(x)
+        return True
+
+    ways: dict[str, Any] = {
+        "in turn": fail,
+        "deadline": lambda x: nap.options(timeout=0.05)(x, 0.4),
+        "submit": lambda x: fail.submit(x).result(30),
+        "exception": lambda x: fail.submit(x).exception(30),
+        "again": lambda x: fail.submit(double.submit(x)).result(30),
+        "event loop": lambda x: asyncio.run(awaited(x)),
+        "pullback": lambda x: double.vjp(x)[1](np.ones(3), np.ones(3)),
+        "spec": lambda x: fail.spec(x),
+    }
+
+    def program() -> weakref.ref[Any]:
+        result = double(np.ones(5000))
+        try:
+            raised = ways[way](result)
+        except (gw.GradwireError, TypeError, ValueError):
+            raised = True
+        assert raised
+        return weakref.ref(result)
+
+    program()
+    gc.collect()
+    gc.disable()
+    try:
+        assert program()() is None
+    finally:
+        gc.enable()
 
 
 def test_nobody_waits_for_what_is_not_there(workers: tuple[gw.Worker, gw.Worker]) -> None:

@@ -155,6 +155,7 @@ class Lane:
     def close(self) -> None:
         """Close this end; the peer sees end of file."""
         self._socket.close()
+        self.plans.clear()  # which know this lane, and keep its page mapped
 
 
 class WorkerLane(Lane):
