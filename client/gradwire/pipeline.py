@@ -121,9 +121,7 @@ class CallFuture(Future[Any]):
                 return self._result
             return super().result(0)
         finally:
-            del (
-                self
-            )  # an error that is raised here has this frame, and would hold itself and the caller's variables
+            del self  # an error that is raised has this frame, and would hold its caller's variables
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `concurrent.futures.Future.exception`."""
@@ -480,13 +478,10 @@ class Pipeline:
         except _Strange:
             self._under_way.appendleft(call)
             raise ProtocolError("an answer to another call than the next") from None
-        except GradwireError as raised:
-            result, error = (
-                None,
-                raised.with_traceback(None),
-            )  # whose frames would hold the call, and so the error itself
         except BaseException as raised:
             result, error = None, raised
+            if isinstance(raised, GradwireError):
+                raised.__traceback__ = None  # whose frames hold the call, and so the error itself
         self._connection.calls += 1
         self._connection.waited_s += now - self._since
         self._since = now
