@@ -15,6 +15,7 @@ from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import checked_dtype
 from gradwire_wire.errors import GradwireError, ProtocolError, ResidualLostError, UsageError, WorkerDiedError
+from gradwire_wire.interruption import postponed, raise_postponed
 from gradwire_wire.structures import fill, flatten
 from gradwire_wire.words import Word, linear_count
 
@@ -72,6 +73,8 @@ class Handle:
 
     def _ready(self) -> Connection:
         """The connection, with the target loaded in the worker at its other end. Raises once where state was lost."""
+        if postponed:
+            raise_postponed()
         connection = self._connect()
         if connection is self._loaded and not self.stakes.is_lost:
             return connection

@@ -40,6 +40,7 @@ from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
+from gradwire_wire.interruption import postponed, raise_postponed
 from gradwire_wire.structures import fill, flatten, positional
 
 if TYPE_CHECKING:
@@ -215,6 +216,8 @@ class Remote:
         return self._submit(args, kwargs, may_wait=True)
 
     def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], may_wait: bool) -> Future[Any]:
+        if postponed:
+            raise_postponed()
         known = None if kwargs else self._routes.get((self.handle.training, *map(type, args)))
         waited = () if known is not None else futures_in([args, kwargs])
         if not waited:

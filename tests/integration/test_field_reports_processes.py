@@ -556,6 +556,29 @@ while True: {load}
     assert one.returncode == 7, errors
 
 
+def test_r62_what_a_handler_raises_in_a_finalizer_is_raised_by_the_next_call() -> None:
+    """Python itself would print it and go on."""
+    code = """
+from gradwire_wire.segments import ForeignSegment
+was = ForeignSegment.is_changed
+def rung(*_):
+    ForeignSegment.is_changed = was
+    raise SystemExit(7)
+for call in (double, double.submit, double.vjp):
+    y = double(np.arange(200_000.0))
+    ForeignSegment.is_changed = rung
+    del y
+    try: call(x)
+    except SystemExit: pass
+    else: assert False, call
+    assert (double(x) == 2 * x).all()
+assert worker.stats()["lent"] <= 1
+"""
+    with running(code) as one:
+        _, errors = one.communicate(timeout=60)
+    assert (one.returncode, errors) == (0, ""), errors
+
+
 def test_r62_an_alarm_of_the_users_ends_a_call_as_ctrl_c_does() -> None:
     """Its handler raises what it likes: the program sees that, and the worker's call ends as well."""
     code = """

@@ -3,11 +3,20 @@
 Python runs the handler inside of the waiting call, so its exception comes out of the call: `KeyboardInterrupt`, and as
 well whatever a handler of the user's raises, such as the TimeoutError of an alarm, which is an `OSError` like those
 of a broken socket.
+
+It runs the handler inside of finalizers as well, and there prints what it raises and goes on: Ctrl-C would be lost. Those of
+ours that take a while postpone it instead, to the next call of the thread that handles signals.
 """
 
 from __future__ import annotations
 
-__all__ = ["came_from_handler"]
+import threading
+from collections import deque
+
+__all__ = ["came_from_handler", "postpone", "postponed", "raise_postponed"]
+
+postponed: deque[BaseException] = deque()
+"""What is still to be raised; looked at before each call."""
 
 
 def came_from_handler(error: BaseException, depth: int = 0) -> bool:
@@ -19,3 +28,14 @@ def came_from_handler(error: BaseException, depth: int = 0) -> bool:
     for _ in range(depth + 1):
         frame = None if frame is None else frame.tb_next
     return frame is not None
+
+
+def postpone(error: BaseException) -> None:
+    """Note what a finalizer of ours has met, which itself raises nothing: so a handler did, in the main thread."""
+    postponed.append(error)
+
+
+def raise_postponed() -> None:
+    """Raise the first of what was postponed, if this is the thread in which handlers run."""
+    if postponed and threading.current_thread() is threading.main_thread():
+        raise postponed.popleft()

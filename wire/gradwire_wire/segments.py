@@ -57,6 +57,7 @@ import numpy as np
 
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
+from gradwire_wire.interruption import postpone
 from gradwire_wire.machine import read_memory
 
 __all__ = [
@@ -447,12 +448,10 @@ class Lease:
     def __del__(self) -> None:
         try:
             self.segment.end_lease(self)
-        except (
-            BaseException
-        ):  # Ctrl-C comes in the middle of anything, and whoever was interrupted is lost here
+        except BaseException as error:  # of a handler of signals, which comes in the middle of anything
+            postpone(error)
             if not self.is_over:
                 self.segment.end_lease(self)
-            raise
 
 
 @lru_cache(maxsize=None)

@@ -18,6 +18,7 @@ import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # (signal.getsignal takes 10 µs, for an enumeration)
 from typing import Any
 
+from gradwire_wire.interruption import postponed
 from gradwire_wire.segments import Ledger
 
 __all__ = ["Interrupts"]
@@ -38,6 +39,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._running: tuple[Ledger, int] | None = None
+        self._raised_for: tuple[Ledger, int] | None = None
         self._pid = os.getpid()
         self._handler = self._on_signal  # one object: a bound method is another one each time
         signal.signal(signal.SIGINT, self._handler)
@@ -53,13 +55,19 @@ class Interrupts:
     def end(self) -> None:
         """User code is over. A child that it has forked ends here, and does not return."""
         self._running = None
+        postponed.clear()  # the call that it was meant for is over
         if _forked and _forked[0] != self._pid:
             _leave(sys.exc_info()[1])
 
     def _on_signal(self, _signum: int, _frame: Any) -> None:
         running = self._running
+        if (
+            running is None and postponed
+        ):  # the last signal came in a finalizer; it is sent again every second
+            postponed.clear()
+            running = self._raised_for
         if running is not None and running[0].is_cancelled(running[1]):
-            self._running = None
+            self._running, self._raised_for = None, running
             raise KeyboardInterrupt("the caller has abandoned this call")
 
 
