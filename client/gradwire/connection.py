@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from gradwire.answers import check_results
 from gradwire.broker_link import BrokerLink
 from gradwire.endings import (
     died,
@@ -201,7 +202,7 @@ class Connection:
                     self._lines.check_in(line)
                 else:
                     try:
-                        return self._evaluate_short(line, plan, carriers, token, site.timeout_s)
+                        return self._evaluate_short(line, plan, word, carriers, token, site.timeout_s)
                     except (NotShared, TooLong):
                         pass
             call = _Template(remote, site, word, keep, token, token_ops, chain)
@@ -211,7 +212,13 @@ class Connection:
             raise
 
     def _evaluate_short(
-        self, line: Line, plan: Plan, carriers: Sequence[Any], token: Any, timeout_s: float | None
+        self,
+        line: Line,
+        plan: Plan,
+        word: Word,
+        carriers: Sequence[Any],
+        token: Any,
+        timeout_s: float | None,
     ) -> Outcome:
         """Make a planned call by its line. `NotShared`, TooLong: it must be long this time."""
         start = time.perf_counter()
@@ -241,7 +248,7 @@ class Connection:
             raise
         reply, frames = self._finish(line, call_id, start, timeout_s, plan)
         if frames:
-            return self._outcome(line, plan, reply, frames[1:])
+            return self._outcome(line, plan, word, reply, frames[1:])
         try:
             results = plan.take()
         except BaseException:
@@ -271,7 +278,7 @@ class Connection:
         reply, frames = self._finish(line, message.call_id, start, call.site.timeout_s)
         if plan is not None:
             add(line, key, plan)
-        return self._outcome(line, plan, reply, frames[1:])
+        return self._outcome(line, plan, call.word, reply, frames[1:])
 
     def _send_plan(
         self, call: Call, signature: tuple[Any, ...], headers: Sequence[Any]
@@ -291,9 +298,12 @@ class Connection:
         self._lines.check_in(line)
         return line, None
 
-    def _outcome(self, line: Line, plan: Plan | None, done: Done, further: Sequence[bytes]) -> Outcome:
+    def _outcome(
+        self, line: Line, plan: Plan | None, word: Word, done: Done, further: Sequence[bytes]
+    ) -> Outcome:
         """What a long answer brought."""
         try:
+            check_results(word, done.headers)
             results = self.exchange.borrow_all(done.headers, further)
             if plan is not None:
                 plan.note_done(done, self.exchange)

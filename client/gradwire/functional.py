@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire import answers
 from gradwire.connection import Connection
 from gradwire.families import family_of, is_leaf, tensors_named
 from gradwire.handle import Handle
@@ -22,7 +23,7 @@ from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import UsageError
 from gradwire_wire.exchange import INLINE_BYTES
-from gradwire_wire.structures import fill, flatten
+from gradwire_wire.structures import flatten
 
 __all__ = ["Functional", "FunctionalHandle"]
 
@@ -66,7 +67,7 @@ class FunctionalHandle(Handle):
             [],
             None,
         )
-        self._remote = fill(reply.structure, [])
+        self._remote = answers.number(reply.structure)
         self._specs.clear()
         self._loaded = connection
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradwire import answers
 from gradwire.connection import Connection
 from gradwire.site import Outcome, Site, SpecResult
 from gradwire.stakes import Stake, Stakes
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier
-from gradwire_wire.dtypes import checked_dtype
 from gradwire_wire.errors import GradwireError, ProtocolError, ResidualLostError, UsageError, WorkerDiedError
 from gradwire_wire.interruption import postponed, raise_postponed
-from gradwire_wire.structures import fill, flatten
+from gradwire_wire.structures import flatten
 from gradwire_wire.words import Word, linear_count
 
 if TYPE_CHECKING:
@@ -117,9 +117,9 @@ class Handle:
             self._carriers,
             None,
         )
-        facts = fill(reply.structure, [])
-        self._remote, self.is_module = facts["remote"], facts["is_module"]
-        self._resume_mode(connection, facts["training"])
+        facts = answers.loaded(reply.structure)
+        self._remote, self.is_module = facts.remote, facts.is_module
+        self._resume_mode(connection, facts.training)
         self._resume_freezing(connection)
         if self.stakes.stake == Stake.BUFFERS and self._has_no_buffers(connection):
             self.stakes.stake = Stake.NOTHING
@@ -276,11 +276,7 @@ class Handle:
             [],
             site.timeout_s,
         )
-        facts, structure = fill(reply.structure, [])
-        result = SpecResult(
-            tuple(Aval(tuple(shape), checked_dtype(*dtype)) for shape, dtype in facts), structure
-        )
-        self._specs[site, avals] = result
+        result = self._specs[site, avals] = answers.spec_result(reply.structure)
         return result
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:

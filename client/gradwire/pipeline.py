@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from gradwire.answers import check_results
 from gradwire.background import Background, is_ours, no_thread, raising
 from gradwire.plans import Plan, signature_of
 from gradwire.site import Outcome, Site
@@ -523,6 +524,7 @@ class Pipeline:
         if call.is_abandoned:
             self._exchange.decline(reply.headers)
             return None
+        check_results((), reply.headers)
         carriers = self._exchange.borrow_all(reply.headers, frames[1:])
         return _tree(call, Outcome(carriers, reply.structure, 0))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.answers import check_count, check_like
 from gradwire.derived import moved
 from gradwire.families import family_of, tensors_named
 from gradwire.handle import Handle
@@ -113,6 +114,7 @@ class Pullback:
         gradients: list[Any] = [None] * len(self._inputs)
         for i, carrier in zip(self._wrt, outcome.carriers, strict=True):
             shape, dtype = self._inputs[i]
+            check_like(carrier, shape, dtype, "the cotangent of an argument")
             gradients[i] = adopt(carrier or _zeros(shape, dtype))
         return gradients
 
@@ -137,6 +139,10 @@ def jvp(handle: Handle, site: Site, family: str, carriers: list[Carrier], tangen
         handle.release(outcome.token)
     adopt = tensors_named(family).adopt
     leaves = [c for c in outcome.carriers if c is not None]
+    inexact = [c for c in leaves if c.dtype.is_inexact]
+    check_count(len(moved.carriers), len(inexact), "tangents")
+    for dot, c in zip(moved.carriers, inexact, strict=True):
+        check_like(dot, c.array.shape, c.dtype, "the tangent of a result")
     it = iter(moved.carriers)
     out_dot = [_dot(next(it), c) if c.dtype.is_inexact else None for c in leaves]
     out = fill(outcome.structure, outcome.adopted(adopt))

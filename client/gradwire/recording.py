@@ -17,9 +17,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from gradwire import remote
+from gradwire import answers, remote
 from gradwire.connection import Connection
 from gradwire.families import face_named
 from gradwire.handle import Handle
@@ -28,8 +26,7 @@ from gradwire_wire import messages
 from gradwire_wire.errors import GradwireError, UsageError
 from gradwire_wire.exchange import NotShared
 from gradwire_wire.lane import TooLong
-from gradwire_wire.recordings import COLUMNS, MAX_ROWS
-from gradwire_wire.structures import fill
+from gradwire_wire.recordings import MAX_ROWS
 
 if TYPE_CHECKING:
     from gradwire.bridge import Bridge
@@ -418,12 +415,12 @@ _OUTER = {"face", "invocation"}
 
 def _fetch(connection: Connection) -> tuple[dict[int, FarEnd], int]:
     reply, frames = connection.request(lambda n, _: messages.Trace(n, 0), [], ANSWER_S)
-    (carrier,) = connection.exchange.borrow_all(reply.headers, frames)
-    facts = fill(reply.structure, [])
-    rows: np.ndarray = carrier.array if carrier is not None else np.zeros((0, len(COLUMNS)), np.int64)
-    at = [facts["columns"].index(name) for name in FarEnd._fields]
-    ids = rows[:, facts["columns"].index("call_id")].tolist()
-    return {n: FarEnd(*row) for n, row in zip(ids, rows[:, at].tolist(), strict=True)}, facts["dropped"]
+    rows, columns, dropped = answers.times(
+        reply.structure, connection.exchange.borrow_all(reply.headers, frames)
+    )
+    at = [columns.index(name) for name in FarEnd._fields]
+    ids = rows[:, columns.index("call_id")].tolist()
+    return {n: FarEnd(*row) for n, row in zip(ids, rows[:, at].tolist(), strict=True)}, dropped
 
 
 def _is_one_clock(noted: Iterable[Message], far: dict[int, FarEnd], incarnation: bytes) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gradwire import pullback
+from gradwire.answers import checked_state
 from gradwire.background import Background, futures_in, raising, with_results
 from gradwire.families import (
     FAMILIES,
@@ -437,7 +438,7 @@ class Remote:
             verb, structure, exported(leaves, structure), self._options.timeout
         )
         adopt = tensors_named(self._options.family or "numpy").adopt
-        return fill(tree, [adopt(c) for c in carriers])
+        return checked_state(verb, fill(tree, [adopt(c) for c in carriers]))
 
     @property
     def seed_operand(self) -> list[Any]:
