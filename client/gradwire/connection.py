@@ -26,9 +26,11 @@ from gradwire.endings import (
     has_lied,
     vanished,
     was_closed,
+    was_lost,
     was_restarted,
     without_frames,
 )
+from gradwire.inquiry import Inquiry
 from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
 from gradwire.plans import Plan, Seen, Short, add, next_number, short_of, signature_of
 from gradwire.site import Outcome, Site
@@ -421,8 +423,7 @@ class Connection:
             try:
                 received = line.receive()
             except sockets.Again:
-                self._look_around(deadline)
-                continue
+                received = self._wait_longer(line, deadline)
             except sockets.Unreachable:
                 self._raise_unreachable(was_running=True)
             if type(received) is int:
@@ -438,6 +439,23 @@ class Connection:
                 seen.append(reply)
                 return reply, frames
             self._decline(reply)
+
+    def _wait_longer(self, line: Line, deadline: float | None) -> Any:
+        """What comes on the line at last, to whoever has waited in vain for a moment."""
+        inquiry = Inquiry(self._lines, self._call_ids)
+        try:
+            while True:
+                self._look_around(deadline)
+                if inquiry.is_lost():
+                    raise was_lost(self.facts.name)
+                try:
+                    return line.receive()
+                except sockets.Again:
+                    pass
+                except sockets.Unreachable:
+                    self._raise_unreachable(was_running=True)
+        finally:
+            inquiry.end()
 
     def _read(self, frames: list[bytes]) -> tuple[list[bytes], Any]:
         """The reply in a message, and the frames it came in or stood for."""

@@ -14,7 +14,16 @@ from gradwire_wire.errors import (
 )
 from gradwire_wire.messages import Failed
 
-__all__ = ["died", "error_of", "has_lied", "vanished", "was_closed", "was_restarted", "without_frames"]
+__all__ = [
+    "died",
+    "error_of",
+    "has_lied",
+    "vanished",
+    "was_closed",
+    "was_lost",
+    "was_restarted",
+    "without_frames",
+]
 
 
 def was_restarted(name: str, was_running: bool) -> WorkerDiedError:
@@ -31,6 +40,14 @@ def was_closed(name: str, was_running: bool) -> ClosedError:
     if was_running:
         return ClosedError(f"worker {name!r} or its bridge was closed while it worked on this call")
     return ClosedError(f"worker {name!r} was closed; make a new one with bridge.worker(...)")
+
+
+def was_lost(name: str) -> ProtocolError:
+    """The worker answers everything but this call. See `gradwire.inquiry`."""
+    return ProtocolError(
+        f"worker {name!r} answers, but not this call: it was lost on its way, which is a fault of gradwire's, or of a network. Make it "
+        "again, if it may run twice: it may have run"
+    )
 
 
 def has_lied(name: str, what: str) -> ProtocolError:

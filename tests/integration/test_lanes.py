@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.inquiry import Inquiry
 from gradwire.lines import lanes_wanted, pages_wanted
 from gradwire_wire.lane import MAX_PACKET
 
@@ -50,6 +52,23 @@ def test_a_late_reply_is_nobodys(worker: gw.Worker) -> None:
         x = np.full(50_000, i, np.float32)
         for j, y in enumerate(many(x, 3)):
             np.testing.assert_array_equal(y, x + j)
+
+
+def test_a_call_that_was_lost_ends_with_an_error(worker: gw.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no call that takes long is taken for one, though its worker is asked again and again."""
+    monkeypatch.setattr(Inquiry, "AFTER", 1)
+    monkeypatch.setattr(Inquiry, "ENOUGH", 3)
+    double, nap = worker.function("any_framework:double"), worker.function("in_numpy:nap_in_c")
+    for n in (3, 50_000):
+        for _ in range(n % 3 + 3):  # (long ones first, then planned and short ones)
+            double(np.ones(n))
+        worker.function("in_numpy:lose_the_next_call")()
+        with pytest.raises(gw.ProtocolError, match="lost on its way"):
+            double(np.ones(n))
+        np.testing.assert_array_equal(double(np.ones(n)), np.full(n, 2.0))
+    with ThreadPoolExecutor(2) as threads:
+        for _ in threads.map(nap, [0.25] * 4):
+            np.testing.assert_array_equal(double(np.ones(3)), np.full(3, 2.0))
 
 
 def test_no_line_is_lost(worker: gw.Worker) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "Load",
     "Long",
     "NewLane",
+    "Ping",
     "Plan",
     "Refused",
     "Release",
@@ -135,6 +136,12 @@ class Trace(NamedTuple):
     capacity: int
 
 
+class Ping(NamedTuple):
+    """Client: are you there? (How it finds that a call was lost on its way.)"""
+
+    call_id: int
+
+
 class Release(NamedTuple):
     """Client: these tokens will not be named again. No reply."""
 
@@ -220,6 +227,7 @@ KINDS: dict[int, type] = {
     5: Release,
     6: Plan,
     7: Trace,
+    8: Ping,
     16: Done,
     17: Failed,
     18: Long,

@@ -207,7 +207,9 @@ class _Descriptor:
 
     fd = -1
 
-    def close(self, close: Any = os.close) -> None:  # (bound here: at the interpreter's end the module is emptied first)
+    def close(
+        self, close: Any = os.close
+    ) -> None:  # (bound here: at the interpreter's end the module is emptied first)
         """Close the descriptor; a mapping stays until its last view is gone. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:

@@ -36,6 +36,7 @@ from gradwire_wire.messages import (
     Hello,
     Load,
     Long,
+    Ping,
     Plan,
     Refused,
     Release,
@@ -148,6 +149,7 @@ class Desk:
             State: self._change_state,
             Release: self._release,
             Trace: self._trace,
+            Ping: self._ping,
         }
 
     def serve(self, control: Any, on_control: Callable[[], bool]) -> None:
@@ -676,6 +678,9 @@ class Desk:
 
     def _release(self, session: Session, release: Release, carriers: list[Carrier | None], _: Any) -> None:
         self._residuals.release(release.released, session.client_id)
+
+    def _ping(self, session: Session, ping: Ping, *_: Any) -> Reply:
+        return self._done(session, ping.call_id, (), flatten(None, _never)[0])
 
     def _trace(self, session: Session, trace: Trace, *_: Any) -> Reply:
         from gradwire_workers import recording  # whoever is not traced does without

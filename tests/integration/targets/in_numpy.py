@@ -85,3 +85,17 @@ def nap_for(x):
     """Sleeps on, whoever interrupts, and gives its argument."""
     nap_in_c(float(x))
     return x
+
+
+def lose_the_next_call():
+    """What only a fault in gradwire does: the message after this one is read, and forgotten."""
+    from gradwire_workers.desk import Desk
+
+    ways = {name: getattr(Desk, name) for name in ("_serve_one", "_serve_short")}
+
+    def forget(*_):
+        for name, way in ways.items():
+            setattr(Desk, name, way)
+
+    for name in ways:
+        setattr(Desk, name, forget)
