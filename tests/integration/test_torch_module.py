@@ -141,9 +141,15 @@ def test_r40_statistics_move_once_for_each_forward(pair: Any, buffers: str) -> N
     torch.testing.assert_close(p.net.eval()(X), p.local.eval()(X))
 
 
-def test_names_values_and_loading_are_torchs(pair: Any, tmp_path: pathlib.Path) -> None:
-    p = pair(batch_norm=True)
+@pytest.mark.parametrize("buffers", ["worker", "explicit"])
+def test_names_values_and_loading_are_torchs(pair: Any, tmp_path: pathlib.Path, buffers: str) -> None:
+    p = pair(batch_norm=True, buffers=buffers)
     assert [n for n, _ in p.net.named_parameters()] == [n for n, _ in p.local.named_parameters()]
+    for net in (
+        (lambda x: x),
+        (lambda x: nn.Sequential(x, nn.Linear(4, 2))),
+    ):  # who averages states may zip their values
+        assert list(net(p.net).state_dict()) == list(net(p.local).state_dict())
     p.assert_same(0)
     train(p.local, OPTIMIZERS["sgd"](p.local.parameters()))
     p.net.load_state_dict(p.local.state_dict())
@@ -540,6 +546,32 @@ def test_a_mode_of_a_part_alone_is_refused(pair: Any, copied: bool) -> None:
     net.eval()
     y = net(X)
     torch.testing.assert_close(net(X), y, rtol=0, atol=0)
+
+
+def test_what_would_leave_the_workers_module_behind_is_refused_whole(pair: Any) -> None:
+    """A new head that is never called, a parameter taken away, statistics that stay in the old dtype."""
+    net = pair(batch_norm=True).net
+    for each in (net, copy.deepcopy(net)):
+        before, part = each.state_dict(), each.get_submodule("0")
+        for attempt, message in (
+            (
+                lambda each=each: setattr(each, "3", nn.Linear(64, 10)),
+                "would never be called. Replace the part in the factory",
+            ),
+            (lambda each=each: each.add_module("3", nn.Linear(64, 10)), "would never be called"),
+            (lambda part=part: setattr(part, "bias", None), "'bias' of a gradwire module cannot be None"),
+            (
+                lambda each=each: nn.Sequential(each).float(),
+                r"1.running_mean.* would stay float64.*buffers='explicit'",
+            ),
+        ):
+            with pytest.raises(gw.UsageError, match=message):
+                attempt()
+        assert all(torch.equal(x, before[name]) for name, x in each.to("cpu").double().state_dict().items())
+        each.head = nn.Linear(4, 2)  # whoever makes a class of it may have parts of its own
+        assert each(X).dtype == torch.float64
+    narrow = pair(batch_norm=True, buffers="explicit").net.float()
+    assert narrow(X.float()).dtype == torch.float32
 
 
 def test_reprs(pair: Any) -> None:

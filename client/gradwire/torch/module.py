@@ -19,7 +19,7 @@ from gradwire.families import family_of_call
 from gradwire.functional import Functional
 from gradwire.remote import stays_here
 from gradwire.torch.compiled import traced
-from gradwire.torch.names import Part, Place, placed
+from gradwire.torch.names import Part, Place, placed, refuse_replacement
 from gradwire_wire.errors import GradwireError, RemoteError, UsageError
 from gradwire_wire.tensors.torch import NAME
 
@@ -37,6 +37,7 @@ class Module(torch.nn.Module):
     Its parameters have the remote's names and begin with the remote's values; those frozen there do not require
     gradients. Train them with any ``torch.optim``: the worker's own parameters stay as they are. ``train()`` and ``eval()``
     set the mode of its own calls, whatever mode `Remote.train`, a deep copy or another module over the same remote is in.
+    It begins in the remote's mode. Its parts hold parameters and are never called: one cannot be replaced by another module.
     A deep copy has parameters of its own and the same remote.
 
     Tensors go in the dtypes that they have, and parameters as they are here. ``torch.autocast`` has no effect inside of a
@@ -64,6 +65,8 @@ class Module(torch.nn.Module):
         self._parameter_places = {name: places[name] for name in has.parameters}
         self._buffer_places = {name: places[name] for name in explicit}
         self._fetched = [] if explicit else [name for name in has.buffers if name in has.persistent]
+        self._types_there = {} if explicit else {name: x.dtype for name, x in has.buffers.items()}
+        self._order = [places[name].path if name in places else name for name in has.persistent]
         self._extra, self._unfetchable = has.extra, has.unfetchable
         for name, x in has.parameters.items():
             learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
@@ -108,6 +111,28 @@ class Module(torch.nn.Module):
     def extra_repr(self) -> str:
         return self._remote.remote.handle.name
 
+    # ---- What is made of its parts ------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_replacement(self, name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        refuse_replacement(self, name, module)
+        super().add_module(name, module)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What ``to``, ``half``, ``double`` and the like do. UsageError where a buffer of the worker's would be left behind."""
+        types = {dtype: fn(torch.empty(0, dtype=dtype)).dtype for dtype in {*self._types_there.values()}}
+        left = [name for name, dtype in self._types_there.items() if types[dtype] != dtype]
+        if left:
+            raise UsageError(
+                f"{', '.join(left[:5])} of {self._remote.remote.handle.name} would stay {str(self._types_there[left[0]])[6:]}, for the "
+                "buffers of this module are in the worker, where others share them. Have its factory make it in the other "
+                "dtype, or convert gw.torch.Module(remote, buffers='explicit')"
+            )
+        return super()._apply(fn, recurse)
+
     # ---- Copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
@@ -142,6 +167,8 @@ class Module(torch.nn.Module):
             own = self._remote.remote.options(family="torch")
             there = own.state_dict() if self._extra else own.buffers()
             found.update({prefix + name: there[name] for name in (*self._fetched, *self._extra)})
+        for name in [prefix + path for path in self._order if prefix + path in found]:
+            found[name] = found.pop(name)  # in the order of the worker's module
         return found
 
     def _load_from_state_dict(

@@ -9,7 +9,7 @@ import torch
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["Place", "Part", "placed"]
+__all__ = ["Part", "Place", "placed", "refuse_replacement"]
 
 
 class Part(torch.nn.Module):
@@ -17,6 +17,14 @@ class Part(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={tuple(x.shape)}" for name, x in self.named_parameters(recurse=False))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_replacement(self, name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        refuse_replacement(self, name, module)
+        super().add_module(name, module)
 
     def _never_called(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
@@ -29,6 +37,22 @@ class Part(torch.nn.Module):
     register_full_backward_pre_hook = _never_called
     register_full_backward_hook = _never_called
     register_backward_hook = _never_called
+
+
+def refuse_replacement(parent: torch.nn.Module, name: str, value: Any) -> None:
+    """UsageError for a module in the place of a part, or None in that of a parameter: the worker would go on without a word."""
+    part = parent.__dict__.get("_modules", {}).get(name)
+    if isinstance(part, Part) and value is not part:
+        raise UsageError(
+            f"{name!r} of a gradwire module only holds parameters: its forward runs in the worker, and what is put in its place "
+            "would never be called. Replace the part in the factory that makes the module in the worker, or call the new one "
+            "here, after this module"
+        )
+    if value is None and parent.__dict__.get("_parameters", {}).get(name) is not None:
+        raise UsageError(
+            f"{name!r} of a gradwire module cannot be None: the worker's module would still have it. Leave it out in the factory "
+            "that makes that, or set it to zeros and do not train it"
+        )
 
 
 class Place(NamedTuple):
