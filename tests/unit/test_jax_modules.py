@@ -470,6 +470,25 @@ def test_what_a_factory_may_not_return() -> None:
         load(lambda x: x).parameters()
 
 
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_in_the_state_goes_on(make_key: Any) -> None:
+    """Were a typed key no state, each call would draw the first one's mask again."""
+
+    def apply(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
+        now, later = jax.random.split(state["key"])
+        return x * params * jax.random.bernoulli(now, shape=x.shape), {"key": later}
+
+    program, state, found = load((apply, jnp.ones(3), {"key": make_key(0)})), {"key": make_key(0)}, []
+    for _ in range(3):
+        found.append(call(program))
+        wanted, state = apply(jnp.ones(3), state, X)
+        agree(found[-1:], [np.asarray(wanted)])
+    assert (found[0] != found[1]).any()
+    saved = {name: np.asarray(x) for name, x in program.state_dict().items()}
+    later = [call(program), program.load_state_dict(saved), call(program)]
+    agree(later[:1], later[2:], 0)
+
+
 def test_state_that_changes_its_shape_is_refused() -> None:
     program = load((lambda p, s, x: (x, jnp.concatenate([s, s])), jnp.ones(1), jnp.zeros(2)))
     with pytest.raises(UsageError, match="state keeps its shape"):
@@ -586,10 +605,16 @@ def test_a_kept_forward_outlives_freezing() -> None:
     agree(*([g for g in x.values() if g is not None] for x in (program.grads(), wanted)))
 
 
-def test_an_optimizers_state_goes_round() -> None:
+def noisy(learning_rate: float) -> Any:
+    """Its state has a typed key."""
+    return optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(learning_rate))
+
+
+@pytest.mark.parametrize("target", [optax.adam, noisy])
+def test_an_optimizers_state_goes_round(target: Any) -> None:
     one, other = load(make("plain")), load(make("plain"))
     settings = {"learning_rate": 0.1}
-    a, b = one.optimizer(optax.adam, settings), other.optimizer(optax.adam, {"learning_rate": 9.0})
+    a, b = one.optimizer(target, settings), other.optimizer(target, {"learning_rate": 9.0})
     pull(one)
     a.step()
     other.load_state_dict({n: np.asarray(x) for n, x in one.state_dict().items()})

@@ -164,7 +164,8 @@ class OptaxOptimizer:
                 f"{self._name} makes no optimizer with init and update, but a {type(transformation).__qualname__}; "
                 "try optax:adam"
             )
-        return transformation.init({n: self._store.parameters[n] for n in group.names})
+        state = transformation.init({n: self._store.parameters[n] for n in group.names})
+        return jax.tree_util.tree_map(_as_array, state)
 
     def _transformation(self, options: dict[str, Any], rate: Any) -> Any:
         """rate: a traced learning rate instead of the one in the options."""
@@ -247,6 +248,11 @@ def _parameters_of(target: Any) -> list[str]:
         return list(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def _as_array(x: Any) -> Any:
+    """A Python number of a state as the array that the compiled step makes of it."""
+    return jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
 
 
 def _is_rate(x: Any) -> bool:

@@ -17,6 +17,7 @@ __all__ = ["Tree", "dotted", "is_array", "is_trainable"]
 class Tree:
     """The arrays of a pytree by the path that leads to each, its parts joined by dots; what is no array stays in it.
 
+    A typed random key is an array of the numbers that it is made of: a state that splits its key must go on with the new one.
     name: of a leaf whose path this is; by default its parts joined by dots. numbers: whether Python's float and complex
     numbers are arrays too, as they are to `jax.grad`. numpy's arrays become JAX's; DtypeError where one would be narrowed.
     """
@@ -30,17 +31,33 @@ class Tree:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        return {name: leaf for name, leaf in zip(self._names, self._leaves) if is_array(leaf)}
+        named = {name: _as_numbers(leaf) for name, leaf in zip(self._names, self._leaves)}
+        return {name: x for name, x in named.items() if is_array(x)}
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
         """The tree with these arrays in place of its own."""
-        leaves = [arrays.get(name, leaf) for name, leaf in zip(self._names, self._leaves)]
+        leaves = [
+            _as_it_was(arrays[name], leaf) if name in arrays else leaf
+            for name, leaf in zip(self._names, self._leaves)
+        ]
         return jax.tree_util.tree_unflatten(self._structure, leaves)
 
 
 def is_array(x: Any) -> bool:
     """Whether x is a JAX array with values that can be sent: a key array is not."""
-    return isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return isinstance(x, jax.Array) and not _is_key(x)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _as_numbers(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _as_it_was(x: Any, own: Any) -> Any:
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(own)) if _is_key(own) and is_array(x) else x
 
 
 def is_trainable(x: Any) -> bool:
