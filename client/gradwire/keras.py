@@ -50,8 +50,9 @@ class Layer(keras.layers.Layer):
     freezes the rest, as in any layer, and a Keras module in the worker with it: its BatchNorm is in inference mode then.
     What the regularizers of a Keras module and its ``add_loss`` collect in a call becomes losses of this layer, with their
     gradients. Buffers (BatchNorm's statistics) stay in the worker and move once for each call in
-    training mode; weight files have them all the same. With ``buffers="explicit"`` they are non-trainable weights here,
-    and a call changes nothing in the worker.
+    training mode; weight files have them all the same, but ``get_weights`` and who goes back by it have not
+    (``EarlyStopping(restore_best_weights=True)``). With ``buffers="explicit"`` they are non-trainable weights here, like
+    those of other layers, and a call changes nothing in the worker.
 
     A call is in the mode that Keras says (``training=``, else that of the call around it, else evaluation), whatever
     `Remote.train` has set. Inputs go as they are; with ``dtype`` given they are cast, as by other layers.

@@ -512,7 +512,7 @@ class Optimizer:
         was before; None without clip_norm. zero_grad: forget the gradients then, in the same message.
         """
         self._remote.warn_of_regularizers("step")
-        norm = self._change("step", None if clip_norm is None else float(clip_norm), bool(zero_grad))
+        norm = self._change("step", _clip_norm(clip_norm), bool(zero_grad))
         return None if norm is None else float(norm)
 
     def zero_grad(self) -> None:
@@ -538,6 +538,17 @@ class Optimizer:
     def load_state_dict(self, state: Any) -> None:
         """Go on from what `state_dict` gave, all or nothing. UsageError where it is of another optimizer or module."""
         self._change("load_optimizer_state", state)
+
+
+def _clip_norm(norm: Any) -> float | None:
+    if norm is None:
+        return None
+    try:
+        if isinstance(norm, (bool, str)):
+            raise ValueError
+        return float(norm)
+    except (TypeError, ValueError):
+        raise UsageError(f"step(clip_norm={norm!r:.80}): the norm must be a positive number") from None
 
 
 def _levels_to_the_user() -> int:

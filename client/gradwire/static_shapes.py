@@ -69,8 +69,8 @@ def _of_target(handle: Handle, site: Site, avals: Sequence[StaticAval]) -> tuple
             return _common(handle, found), found[0].structure
     raise UsageError(
         f"{handle.name}: the shapes of the results for arguments of shapes {[a.shape for a in avals]} cannot be found "
-        f"out: with {PROBES} in place of None the call fails. Give the tf.function whole shapes in its "
-        "input_signature, or give options(out_spec=...)"
+        f"out: with {PROBES} in place of None the call fails, first with: {failure}. Where it needs other sizes, give the "
+        "tf.function whole shapes in its input_signature, or give options(out_spec=...)"
     ) from failure
 
 

@@ -284,6 +284,9 @@ def test_clipping_schedules_and_state_from_a_caller(worker_of: Workers, block: C
     assert_agree(net.parameters(), {n: p.detach().numpy() for n, p in local.named_parameters()})
     with pytest.raises(gw.UsageError, match="no option speed"):
         optimizer.set(speed=1)
+    for norm in (True, "much", [1.0]):
+        with pytest.raises(gw.UsageError, match="must be a positive number"):
+            optimizer.step(clip_norm=norm)
     with pytest.raises(gw.UsageError, match=r"parameters.*names and options|names and options"):
         net.optimizer("torch.optim:SGD", [{"lr": 1}])
     with pytest.raises(gw.UsageError, match="'nowhere' names no parameter"):

@@ -195,13 +195,18 @@ def test_options_can_be_set(program: Any) -> None:
             optimizer.set(options)
 
 
-def test_state_goes_to_another_optimizer_and_what_does_not_fit_changes_nothing(program: Any) -> None:
-    one = program.optimizer(keras.optimizers.Adam, {"learning_rate": 0.01})
+@pytest.mark.parametrize(
+    "kind", [keras.optimizers.Adam, keras.optimizers.Nadam]
+)  # which has an unnamed variable
+def test_state_goes_to_another_optimizer_and_what_does_not_fit_changes_nothing(
+    program: Any, kind: Any
+) -> None:
+    one = program.optimizer(kind, {"learning_rate": 0.01})
     train(program, one, 3)
     state, before = one.state_dict(), dict(program.state_dict())
     wanted = train(program, one, 2, 3)
     program.load_state_dict(before)
-    two = program.optimizer(keras.optimizers.Adam, {"learning_rate": 0.5})
+    two = program.optimizer(kind, {"learning_rate": 0.5})
     with pytest.raises(UsageError, match="nothing was loaded"):
         two.load_state_dict({"groups": [], "scheduled": None})
     with pytest.raises(UsageError, match="is what its state_dict"):

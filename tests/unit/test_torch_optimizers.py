@@ -84,8 +84,9 @@ def test_new_options_hold_from_the_next_step_on() -> None:
     pair = Pair()
     number = pair.act("optimizer", "torch.optim:Adam", {"lr": 0.01})
     optimizer = torch.optim.Adam(pair.local.parameters(), lr=0.01)
-    for lr in (0.01, 0.2):
-        pair.act("set", number, {"lr": lr})
+    computed = [np.float32(0.25), carried(torch.tensor(0.3, dtype=torch.float64))]  # as schedules give them
+    for given, lr in zip((0.01, 0.2, *computed), (0.01, 0.2, 0.25, 0.3), strict=True):
+        pair.act("set", number, {"lr": given})
         optimizer.param_groups[0]["lr"] = lr
         pair.accumulate()
         assert pair.act("step", number) is None
@@ -93,12 +94,26 @@ def test_new_options_hold_from_the_next_step_on() -> None:
     pair.assert_same()
 
 
-def test_an_optimizer_goes_on_from_its_state() -> None:
+def warm_up_then_milestones(optimizer: Any) -> Any:
+    """A schedule of schedules, one of which counts its milestones in a Counter."""
+    schedules = torch.optim.lr_scheduler
+    parts = [schedules.LinearLR(optimizer, 0.1), schedules.MultiStepLR(optimizer, [1, 1, 2])]
+    return schedules.SequentialLR(optimizer, parts, milestones=[1])
+
+
+SCHEDULES: list[Any] = [
+    (STEP, {"step_size": 1, "gamma": 0.5}, torch.optim.lr_scheduler.StepLR),
+    (f"{__name__}:warm_up_then_milestones", {}, warm_up_then_milestones),
+]
+
+
+@pytest.mark.parametrize(("target", "kwargs", "make"), SCHEDULES)
+def test_an_optimizer_goes_on_from_its_state(target: str, kwargs: Any, make: Any) -> None:
     pair = Pair()
     first = pair.act("optimizer", "torch.optim:Adam", {"lr": 0.01})
-    pair.act("schedule", first, STEP, {"step_size": 1, "gamma": 0.5})
+    pair.act("schedule", first, target, kwargs)
     optimizer = torch.optim.Adam(pair.local.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    schedule = make(optimizer, **kwargs)
 
     def step(number: int) -> None:
         pair.accumulate()
@@ -109,12 +124,13 @@ def test_an_optimizer_goes_on_from_its_state() -> None:
     step(first)
     saved = carried(pair.act("optimizer_state", first))
     second = pair.act("optimizer", "torch.optim:Adam", {"lr": 7.0})
-    pair.act("schedule", second, STEP, {"step_size": 1, "gamma": 0.5})
+    pair.act("schedule", second, target, kwargs)
     pair.act("load_optimizer_state", second, saved)
     for x in flatten(saved, lambda x: hasattr(x, "array"))[1]:
         x.array.fill(0)  # whoever lent it writes it again
-    step(second)
-    pair.assert_same()
+    for _ in range(3):
+        step(second)
+        pair.assert_same()
 
 
 def test_a_frozen_part_gets_no_gradient_and_does_not_move() -> None:
@@ -208,6 +224,21 @@ def test_a_norm_that_is_none(clip_norm: Any) -> None:
     with pytest.raises(UsageError, match="must be a positive number"):
         pair.act("step", number, clip_norm)
     pair.assert_same()
+
+
+def test_sparse_gradients_are_not_clipped_and_lazy_parameters_have_no_values() -> None:
+    net = nn.Embedding(5, 3, sparse=True)
+    program, state = engine.program(net, is_module=True), State(engine, lambda program: 0)
+    number = state.act(program, "optimizer", [OPTIMIZER, {"lr": 0.1}], {})
+    net(torch.tensor([1, 1])).sum().backward()
+    before = net.weight.detach().clone()
+    with pytest.raises(UsageError, match=r"is sparse .*torch clips no such ones"):
+        state.act(program, "step", [number, 1.0], {})
+    assert torch.equal(net.weight, before)
+    lazy = engine.program(nn.LazyLinear(2), is_module=True)
+    for verb in ("parameters", "state_dict"):
+        with pytest.raises(UsageError, match="weight has no shape yet: call the module once"):
+            state.act(lazy, verb, [], {})
 
 
 def test_moments_of_another_shape_are_refused() -> None:

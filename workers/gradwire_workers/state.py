@@ -76,7 +76,7 @@ class State:
             "optimizer": self._make_optimizer,
             "step": self._step,
             "zero_grad": lambda program, number: self._optimizer(program, number).zero_grad(),
-            "set": lambda program, number, options: self._ask(program, number, "set")(options),
+            "set": lambda program, number, options: self._ask(program, number, "set")(self._adopted(options)),
             "schedule": self._schedule,
             "optimizer_state": lambda program, number: self._ask(program, number, "state_dict")(),
             "load_optimizer_state": self._load_optimizer_state,
@@ -132,10 +132,13 @@ class State:
     def _make_optimizer(
         self, program: Program, target: str, kwargs: dict[str, Any], groups: list[Any] | None = None
     ) -> int:
+        kwargs = self._adopted(kwargs)
         if groups is None:
             optimizer = program.optimizer(self._find(target), kwargs)
         else:
-            optimizer = program.optimizer(self._find(target), kwargs, _resolved(groups, program))
+            optimizer = program.optimizer(
+                self._find(target), kwargs, _resolved(self._adopted(groups), program)
+            )
         number = next(self._numbers)
         self._optimizers[number] = _Made(program, optimizer)
         return number
@@ -169,15 +172,31 @@ class State:
         return norm
 
     def _schedule(self, program: Program, number: int, target: str, kwargs: dict[str, Any]) -> None:
-        self._ask(program, number, "schedule")(self._find(target), kwargs)
+        self._ask(program, number, "schedule")(self._find(target), self._adopted(kwargs))
+
+    def _adopted(self, options: Any) -> Any:
+        """Options of an optimizer: tensors as this framework's, and those of one number (a rate that was computed) as it."""
+        structure, leaves = flatten(options, lambda x: type(x) is Carrier or isinstance(x, np.generic))
+        return fill(structure, [self._option(x) for x in leaves])
+
+    def _option(self, x: Any) -> Any:
+        if isinstance(x, np.generic):
+            return x.item()
+        return x.array.item() if _is_number(x) else self._copied(x)
+
+    def _copied(self, carrier: Carrier) -> Any:
+        """A tensor of its own: optimizers keep what they are given."""
+        return self._engine.adopt(Carrier(carrier.array.copy(order="K"), carrier.dtype))
 
     def _load_optimizer_state(self, program: Program, number: int, state: Any) -> None:
         structure, carriers = flatten(state, lambda x: type(x) is Carrier)
-        copies = [
-            Carrier(c.array.copy(order="K"), c.dtype) for c in carriers
-        ]  # optimizers keep what they are given
-        state = fill(structure, [self._engine.adopt(c) for c in copies])
+        state = fill(structure, list(map(self._copied, carriers)))
         self._ask(program, number, "load_state_dict")(state)
+
+
+def _is_number(carrier: Carrier) -> bool:
+    """Of one of numpy's own types: memory of others stands for something else."""
+    return carrier.array.ndim == 0 and carrier.array.dtype.name == carrier.dtype.name
 
 
 def _resolved(groups: list[Any], program: Program) -> list[dict[str, Any]]:

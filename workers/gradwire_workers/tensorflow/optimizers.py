@@ -6,6 +6,7 @@ and not by the optimizer: it begins when it is given, and goes on where a state 
 
 from __future__ import annotations
 
+import re
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from gradwire_workers.tensorflow.modules import problems_of_state, unique_names,
 __all__ = ["TensorFlowOptimizer"]
 
 _LEARNING_RATE = "learning_rate"
+_UNNAMED = re.compile(r"^variable_\d+$")  # Nadam has one, and Keras numbers it by process
 
 
 class Group:
@@ -99,7 +101,7 @@ class Group:
         listed = list(found() if callable(found) else found)
         names = [keras_path(v) for v in listed]
         own = f"{getattr(self.optimizer, 'name', '')}/"
-        short = [n[len(own) :] if n.startswith(own) else n for n in names]
+        short = [_UNNAMED.sub("variable", n[len(own) :] if n.startswith(own) else n) for n in names]
         return unique_names((_slot_name(n, self._paths), v) for n, v in zip(short, listed))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from copy import deepcopy
 from typing import Any, Callable, Sequence
 
@@ -67,10 +68,18 @@ class TorchOptimizer:
                 "Call a pullback of this module first; a module that is the first stage is reached through its anchor "
                 "(gw.jax.functional(net, owner='worker'))"
             )
-        norm = None if clip_norm is None else float(torch.nn.utils.clip_grad_norm_(moved, clip_norm))
+        norm = None if clip_norm is None else self._clip(moved, clip_norm)
         self._move(moved)
         self._advance_schedules()
         return norm
+
+    def _clip(self, moved: Sequence[Any], clip_norm: float) -> float:
+        if any(p.grad.layout is not torch.strided for p in moved):
+            raise UsageError(
+                f"{self._name}.step(clip_norm={clip_norm}): a gradient is sparse (embedding with sparse=True), and torch clips no such "
+                "ones. Say sparse=False, or leave clip_norm out"
+            )
+        return float(torch.nn.utils.clip_grad_norm_(moved, clip_norm))
 
     def _advance_schedules(self) -> None:
         try:
@@ -153,7 +162,8 @@ class TorchOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """torch's own, with the schedules' beside it."""
-        return {**self._optimizer.state_dict(), "schedules": [s.state_dict() for s in self._schedules]}
+        schedules = [_with_plain_counts(s.state_dict()) for s in self._schedules]
+        return {**self._optimizer.state_dict(), "schedules": schedules}
 
     def load_state_dict(self, state: Any) -> None:
         self._check_state(state)
@@ -195,7 +205,7 @@ class TorchOptimizer:
     def _load(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
         for schedule, values in zip(self._schedules, state.get("schedules", [])):
-            schedule.load_state_dict(values)
+            schedule.load_state_dict(_with_counts_as_in(schedule.state_dict(), values))
 
 
 def _parameters(module: Any, groups: Sequence[dict[str, Any]] | None) -> Any:
@@ -210,6 +220,25 @@ def _parameters(module: Any, groups: Sequence[dict[str, Any]] | None) -> Any:
         }
         for group in groups
     ]
+
+
+def _with_plain_counts(state: Any) -> Any:
+    """A schedule's state as it can be sent: MultiStepLR has its milestones in a Counter, also as a part of another schedule."""
+    if isinstance(state, dict):
+        kind = dict if isinstance(state, Counter) else type(state)
+        return kind((name, _with_plain_counts(x)) for name, x in state.items())
+    return list(map(_with_plain_counts, state)) if type(state) is list else state
+
+
+def _with_counts_as_in(own: Any, given: Any) -> Any:
+    """The inverse, where ``own`` is the state of a schedule made alike."""
+    if isinstance(own, Counter) and isinstance(given, dict):
+        return Counter(given)
+    if isinstance(own, dict) and isinstance(given, dict):
+        return {name: _with_counts_as_in(own.get(name), x) for name, x in given.items()}
+    if isinstance(own, list) and isinstance(given, list) and len(own) == len(given):
+        return list(map(_with_counts_as_in, own, given))
+    return given
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

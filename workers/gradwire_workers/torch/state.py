@@ -17,8 +17,19 @@ __all__ = ["aliases", "detached", "freeze", "frozen", "grads", "is_of_keras", "l
 
 
 def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Views of the tensors, without their autograd. What is no tensor (extra state) stays as it is."""
-    return {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in named}
+    """Views of the tensors, without their autograd. What is no tensor (extra state) stays as it is.
+
+    UsageError where a lazy module has not made them yet.
+    """
+    return {name: _made(name, x).detach() if isinstance(x, torch.Tensor) else x for name, x in named}
+
+
+def _made(name: str, x: Any) -> Any:
+    if torch.nn.parameter.is_lazy(x):
+        raise UsageError(
+            f"{name} has no shape yet: call the module once with an example, so that its lazy parts are made"
+        )
+    return x
 
 
 def grads(module: Any) -> dict[str, Any]:
