@@ -273,10 +273,14 @@ class Connection:
         message = call.message(next(self._call_ids), headers, released)
         key = call.key(signature)
         plan = None
-        if signature is not None and not further and self._seen.note(key):
-            line, plan = self._send_plan(message, signature, headers)
-        if plan is None:
-            line = self._send(message, headers, further)
+        try:
+            if signature is not None and not further and self._seen.note(key):
+                line, plan = self._send_plan(message, signature, headers)
+            if plan is None:
+                line = self._send(message, headers, further)
+        except BaseException:  # naming them twice harms nobody
+            self.released.extend(released)
+            raise
         reply, frames = self._finish(line, message.call_id, start, call.site.timeout_s)
         if plan is not None:
             add(line, key, plan)
@@ -383,16 +387,23 @@ class Connection:
             self._lines.drop(line)
             raise
 
-    def tell(self, message: Any) -> None:
-        """Send a message that has no reply; it is lost where the worker is gone. Never waits."""
+    def tell(self, message: Any) -> bool:
+        """Send a message that has no reply. Whether it was sent: not where the worker is gone, or has not read enough. Never waits."""
         frame = messages.pack(message)
-        line = self._lines.check_out(len(frame), 0)
+        try:
+            line = self._lines.check_out(len(frame), 0)
+        except MemoryExhaustedError:
+            return False
         try:
             line.send_nowait([frame])
-        except (sockets.Unreachable, TooLong):
+        except sockets.Unreachable:
             self._lines.drop(line)
-        else:
+            return False
+        except TooLong:
             self._lines.check_in(line)
+            return False
+        self._lines.check_in(line)
+        return True
 
     def _check_usable(self) -> None:
         if self._closed or self.is_replaced or self._gone.is_set() or self._forks != _forks:
@@ -591,7 +602,9 @@ class Connection:
             # abandoned and not over: a signal just before user code began to wait in C was seen by nobody
             self._link.interrupt(self.facts.incarnation)
         if self.released:
-            self.tell(messages.Release(self.take_released()))
+            released = self.take_released()
+            if not self.tell(messages.Release(released)):
+                self.released.extend(released)
 
     def take_released(self, most: int = 1 << 20) -> list[int]:
         """Tokens dropped since the last message, to be named in the next."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from gradwire_wire.errors import MemoryExhaustedError
+from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
 from gradwire_wire.page import can_page, page_lane_pair
@@ -159,13 +159,13 @@ class Lines:
                 return
             try:
                 frames = line.receive_nowait()
-            except Unreachable:
-                line.close()
-                continue
-            if frames is None:
-                self.aside.append(line)
-            else:
+                if frames is None:
+                    self.aside.append(line)
+                    continue
                 decline(line, frames)
+            except (Unreachable, ProtocolError):  # a late lie harms no other call
+                line.close()
+            else:
                 self.check_in(line)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gradwire_wire import page
-from gradwire_wire.lane import MAX_PACKET
+from gradwire_wire.lane import MAX_PACKET, TooLong
 from gradwire_wire.page import (
     COUNT_BITS,
     HALF,
@@ -121,6 +121,61 @@ def test_a_call_shown_behind_what_has_no_answer_is_not_lost(ends: tuple[ClientPa
         assert look(worker, polled(worker)) == b"\1call"
         show(worker, b"\2answer")
         assert look(client, client.receive()) == b"\2answer"
+
+
+MANY = 600  # more bells than a socket holds
+
+
+@pytest.mark.parametrize("way", ["message", "packet"])
+def test_an_answer_is_not_lost_behind_bells_that_nobody_read(
+    way: str, ends: tuple[ClientPage, WorkerPage]
+) -> None:
+    """A client that is slow to look finds its answers before it sleeps, and lets the bells lie."""
+    client, worker = ends
+    for _ in range(MANY):
+        client._spin = Spin(0, 1.0)
+        show(client, b"\1" * (page.PACKET + 1))
+        assert look(worker, worker.receive_nowait())
+        show(worker, b"\2" * (page.PACKET + 1))
+        assert look(client, client.receive()) and worker.receive_nowait() is None
+    client._spin = Spin(0, 1.0)
+    show(client, b"\1call")
+    assert look(worker, polled(worker)) == b"\1call"
+    if way == "message":
+        worker.send_nowait([b"\x92long answer"])
+    else:
+        show(worker, b"\2answer")
+    assert worker.backlog, "the socket had room: this shows nothing"
+    with pytest.raises(Again):
+        client.receive()
+    worker.flush()  # as the poller has it done
+    received = client.receive()
+    assert received == [b"\x92long answer"] if way == "message" else look(client, received) == b"\2answer"
+
+
+def test_r69_a_call_after_one_that_took_minutes(ends: tuple[ClientPage, WorkerPage]) -> None:
+    """Who waits long rings again, but not so often that the worker's socket is full when the next call comes."""
+    client, worker = ends
+    client._spin = Spin(0, 1.0)
+    show(client, b"\1long call")
+    assert look(worker, polled(worker)) == b"\1long call"
+    for _ in range(MANY):
+        client._ring_again()  # as `receive` does after each of its timeouts
+    show(worker, b"\2answer")
+    assert look(client, client.receive()) == b"\2answer"
+    show(client, b"\1call")
+    assert look(worker, polled(worker)) == b"\1call"
+
+
+def test_a_call_that_finds_the_socket_full_may_go_another_way(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    with pytest.raises(TooLong):
+        for _ in range(MANY):
+            client.send_nowait([TOLD])
+    while worker.receive_nowait() == [TOLD]:
+        pass
+    show(client, b"\1call")
+    assert look(worker, worker.receive_nowait()) == b"\1call"
 
 
 @pytest.mark.parametrize("nbytes", [MAX_PACKET + 1, HALF])

@@ -32,12 +32,24 @@ from gradwire_wire.interruption import came_from_handler
 from gradwire_wire.sockets import LONG, Again, Unreachable
 from gradwire_wire.tether import OwnedSocket
 
-__all__ = ["MAX_PACKET", "NOWAIT", "Lane", "TooLong", "WorkerLane", "lane_pair", "received_lane", "socket_of"]
+__all__ = [
+    "MAX_PACKET",
+    "NOWAIT",
+    "KeepingLane",
+    "Lane",
+    "TooLong",
+    "WorkerLane",
+    "lane_pair",
+    "received_lane",
+    "socket_of",
+]
 
 MAX_PACKET = 64 << 10
 """Bytes of a frame that may go by lane; a socket's buffer takes about 200 KiB."""
 
 
+PACKET_HEAD = 32
+"""Bytes that the kernel wants beside a packet in a socket's buffer."""
 MAX_BACKLOG = 256
 """Answers that wait in the worker for a client that has so many calls under way on one lane."""
 
@@ -47,7 +59,7 @@ NOWAIT, _SEND = int(socket.MSG_DONTWAIT), int(socket.MSG_DONTWAIT | socket.MSG_N
 
 
 class TooLong(Exception):
-    """The system does not take a packet of this size (it has small buffers, or is short of them): go another way."""
+    """The system does not take this packet (it has small buffers, is short of them, or they are full): go another way."""
 
 
 class Lane:
@@ -56,7 +68,7 @@ class Lane:
     incoming, outgoing: where short frames lie (see plans.py): the last one received, until the next is; and the
     next one to send. plans: what both ends have agreed on. inlined: tensors up to so many bytes travel in them.
     is_alone: whether no other call of this process is in flight; of use to lanes with a page.
-    max_message: bytes that a call's message may have to go by this lane. The rest: see `WorkerLane`.
+    max_message: bytes that a call's message may have to go by this lane. The rest: see `KeepingLane`, `WorkerLane`.
     """
 
     is_alone = True
@@ -83,17 +95,13 @@ class Lane:
         return self._socket.fileno()
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
-        """Send the one frame without ever blocking; Unreachable where the peer is gone or does not read. TooLong."""
+        """Send the one frame without ever blocking; Unreachable where the peer is gone. TooLong, also where it has not read enough."""
         (frame,) = frames
         self._send(frame)
 
     def _send(self, frame: Any) -> None:
-        try:
-            self._socket.send(frame, _SEND)
-        except OSError as error:
-            if error.errno in _TOO_LONG:
-                raise TooLong(str(error)) from error
-            raise Unreachable(str(error)) from error
+        if not self.send_if_room(frame):  # it lives, as far as one can tell: it may be reached another way
+            raise TooLong("the peer has not read what was sent before")
 
     def send_short_nowait(self, nbytes: int) -> None:
         """Send the short frame that lies in ``outgoing``; otherwise as `send_nowait`."""
@@ -119,8 +127,12 @@ class Lane:
             return _refused(error)
         return True
 
+    def keep(self, frame: Any) -> None:
+        """See `KeepingLane.keep`."""
+        raise Unreachable("this end keeps nothing")
+
     def flush(self) -> None:
-        """See `WorkerLane.flush`."""
+        """See `KeepingLane.flush`."""
 
     def receive(self) -> list[bytes] | int:
         """The next frame, or the length of a short one. Again after the timeout; Unreachable once the peer is gone."""
@@ -158,17 +170,49 @@ class Lane:
         self.plans.clear()  # which know this lane, and keep its page mapped
 
 
-class WorkerLane(Lane):
+class KeepingLane(Lane):
+    """A worker's end: no answer is lost because the socket is full, for a client that lives waits for it.
+
+    backlog: answers that the socket did not take yet, at most `MAX_BACKLOG`; `flush` once it is writable.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.backlog = deque()
+        self._most = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - PACKET_HEAD
+
+    def _send(self, frame: Any) -> None:
+        """Send, or keep until the client has read more. TooLong; Unreachable where it has read nothing for too long."""
+        if self.backlog and len(frame) > self._most:  # kept, it would never go, nor what comes after it
+            raise TooLong("the system has small buffers")
+        if self.backlog or not self.send_if_room(frame):
+            self.keep(frame)
+
+    def keep(self, frame: Any) -> None:
+        """Send it once there is room: also what the system was too short of memory to take. Unreachable as `_send`."""
+        if len(self.backlog) >= MAX_BACKLOG:
+            raise Unreachable("the client does not read its answers")
+        self.backlog.append(bytes(frame))
+
+    def flush(self) -> None:
+        """Send what the socket takes of the backlog. Unreachable once the peer is gone."""
+        backlog = self.backlog
+        try:
+            while backlog and self.send_if_room(backlog[0]):
+                backlog.popleft()
+        except TooLong:  # the system is short of buffers: later
+            pass
+
+
+class WorkerLane(KeepingLane):
     """The worker's end. A client that submits has many calls under way here, and batches may come.
 
     is_pipelined: whether one has. has_more: whether frames of the last one are left, which no poller sees.
-    backlog: answers that the socket did not take yet, at most `MAX_BACKLOG`; `flush` once it is writable.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._frames: deque[bytes] = deque()
-        self.backlog = deque()
 
     def receive_nowait(self) -> list[bytes] | int | None:
         """See `Lane.receive_nowait`; the frames of a batch one by one."""
@@ -187,23 +231,6 @@ class WorkerLane(Lane):
             return [frame]
         self.incoming[: len(frame)] = frame
         return len(frame)
-
-    def _send(self, frame: Any) -> None:
-        """Send, or keep until the client has read more. Unreachable where it has read nothing for too long."""
-        if not self.backlog and self.send_if_room(frame):
-            return
-        if len(self.backlog) >= MAX_BACKLOG:
-            raise Unreachable("the client does not read its answers")
-        self.backlog.append(bytes(frame))
-
-    def flush(self) -> None:
-        """Send what the socket takes of the backlog. Unreachable once the peer is gone."""
-        backlog = self.backlog
-        try:
-            while backlog and self.send_if_room(backlog[0]):
-                backlog.popleft()
-        except TooLong:  # the system is short of buffers: later
-            pass
 
 
 def _refused(error: OSError) -> bool:

@@ -51,7 +51,7 @@ from time import perf_counter
 from typing import Any, Sequence
 
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
-from gradwire_wire.lane import MAX_PACKET, NOWAIT, Lane, socket_of
+from gradwire_wire.lane import MAX_PACKET, NOWAIT, KeepingLane, Lane, socket_of
 from gradwire_wire.segments import OwnSegment, SharedPage
 from gradwire_wire.sockets import LONG, Again, Unreachable
 from gradwire_wire.spin import Spin
@@ -182,7 +182,7 @@ class ClientPage(PageLane):
         super().__init__(sock, page, receive_timeout_ms)
         self._spin = Spin(CLIENT_LOOKS, CLIENT_NEAR_S)
         self._is_open, self._looks = False, 0
-        self._rung = 0  # the number of the call for which it was rung again
+        self._waits = 0  # for how long, in timeouts, the call that is open has waited
 
     def send_short_nowait(self, nbytes: int) -> None:
         """Send or show the short call that lies in ``outgoing``. Unreachable where the worker is gone and was asleep."""
@@ -211,6 +211,7 @@ class ClientPage(PageLane):
     def _begin(self) -> None:
         """The next call: its number, and whether its answer is to be looked for."""
         self._is_open = True
+        self._waits = 0
         self._number += 1
         self._seen = self._words[ANSWER]
         self._looks = self._spin.looks() if self.is_alone and self._has_processors else 0
@@ -244,10 +245,12 @@ class ClientPage(PageLane):
     def _ring_again(self) -> None:
         """The rescue: should the worker sleep over a call, for whatever reason, it is woken late, but woken.
 
-        Also once where it says that it is awake, for it may say so and have forgotten this page.
+        Also once where it says that it is awake, for it may say so and have forgotten this page. Ever more rarely: a worker that
+        computes for minutes reads no bells, and would have its socket full of them when the next call comes.
         """
-        if self._is_open and (self._rung != self._number or not self._words[WORKER_AWAKE]):
-            self._rung = self._number
+        self._waits += 1
+        is_time = not self._waits & (self._waits - 1)
+        if self._is_open and is_time and (self._waits == 1 or not self._words[WORKER_AWAKE]):
             self._ring()
 
     def _answer(self) -> list[bytes] | int:
@@ -276,7 +279,7 @@ class ClientPage(PageLane):
         return nbytes or None
 
 
-class WorkerPage(PageLane):
+class WorkerPage(KeepingLane, PageLane):
     """The worker's end: in a poller with others. It looks for the next call between two polls, if that is worth it.
 
     was_packet: whether the last call came as a packet: then its client does not look either.

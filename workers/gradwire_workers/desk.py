@@ -447,11 +447,20 @@ class Desk:
             try:
                 line.send_nowait(frames)
             except TooLong:
-                line.send_nowait([self._shortened(session, reply, frames)])
-        except (sockets.Unreachable, TooLong):
+                self._send_shortened(session, reply, frames, line)
+        except sockets.Unreachable:
             _take_back(session, reply)
             return False
         return is_done
+
+    def _send_shortened(self, session: Session | None, reply: Reply, frames: list[bytes], line: Line) -> None:
+        """Send, or keep until it can be sent, what stands for a packet that the system did not take."""
+        assert isinstance(line, Lane)  # no other says so
+        shortened = self._shortened(session, reply, frames)
+        try:
+            line.send_nowait([shortened])
+        except TooLong:
+            line.keep(shortened)
 
     def _shortened(self, session: Session | None, reply: Reply, frames: list[bytes]) -> bytes:
         """What stands for a packet that the system did not take, however short of buffers it is."""
