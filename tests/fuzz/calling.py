@@ -7,6 +7,7 @@ else is a finding. Prints how many calls it made and what they raised.
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ import guards
 from gradwire.background import Background
 from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
+from gradwire.functional import Functional
 from gradwire.handle import Handle
 from gradwire.remote import Remote, ShapeDtype
 from gradwire.worker_records import WorkerFacts
@@ -31,6 +33,7 @@ from gradwire_wire.errors import GradwireError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.structures import positional
 
+lives = itertools.count()
 MOST_S = 8.0  # of one call with its timeout of 0.5 s, the handshake and a reconnection on a busy machine
 
 
@@ -60,7 +63,8 @@ def one_life(link: BrokerLink, memory: Memory, folder: str, end: float, met: Any
         )  # loading has no deadline, and a liar may be silent
         watchdog.start()
         try:
-            handle = Handle(lambda: connection, "function", "a:b", positional(0), [])
+            kind = "module" if next(lives) % 3 == 0 else "function"
+            handle = Handle(lambda: connection, kind, "a:b", positional(0), [])
         finally:
             watchdog.cancel()
         remote = Remote(handle, Background("fuzz")).options(timeout=0.5)
@@ -81,8 +85,13 @@ def one_life(link: BrokerLink, memory: Memory, folder: str, end: float, met: Any
 
 def use(remote: Remote, i: int) -> None:
     """Calls of every kind; what comes back is read to the last byte."""
-    x = np.ones(2000 if i % 2 else 3)
-    if i % 5 == 3:
+    x = np.ones((2000, 3, 3, 4000)[i % 4])
+    if remote.handle.is_module and i % 3 == 2:
+        use_state(remote, i)
+    elif i % 8 == 7:
+        for future in [remote.submit(x) for _ in range(3)]:
+            read(future.result())
+    elif i % 5 == 3:
         remote.spec(ShapeDtype((2,), "float32"))
     elif i % 5 == 4:
         out, pullback = remote.vjp(x)
@@ -90,6 +99,19 @@ def use(remote: Remote, i: int) -> None:
         read(pullback(out))
     else:
         read(remote(x))
+
+
+def use_state(remote: Remote, i: int) -> None:
+    """A module's verbs."""
+    if i % 4 == 0:
+        read(remote.state_dict())
+    elif i % 4 == 1:
+        remote.optimizer("a:b").step(1.0)
+    elif i % 4 == 2:
+        Functional(remote).frozen()
+    else:
+        remote.train()
+        read(remote.grads())
 
 
 def read(tree: Any) -> None:

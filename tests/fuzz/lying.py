@@ -18,12 +18,22 @@ from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.lane import received_lane
-from gradwire_wire.page import received_page_lane
+from gradwire_wire.page import WorkerPage, received_page_lane
 from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import flatten
 from gradwire_wire.tether import TetherClosedError, accept_tether, listen_tether
 
 __all__ = ["Liar", "odd_descriptors"]
+
+_GIVEN = {
+    "optimizer": 7,
+    "step": 0.5,
+    "frozen": ["weight"],
+    "regularizers": [],
+    "training": True,
+    "functional": 2,
+}
+"""What these verbs about a module's state give. The others give a tensor by name, or nothing."""
 
 
 def odd_descriptors(chance: random.Random, count: int) -> list[int]:
@@ -178,7 +188,24 @@ class Liar(threading.Thread):
             for _ in range(chance.randrange(3)):
                 answer[chance.randrange(len(answer))] = chance.randrange(256)
         lane.outgoing[:length] = answer
+        if type(lane) is WorkerPage and chance.random() < 0.3:
+            self._lie_in_page(lane)
         lane.send_short_nowait(length)
+
+    def _lie_in_page(self, lane: Any) -> None:
+        """Any word, any byte, at any time; an answer twice, or of another call."""
+        chance = self.chance
+        how = chance.randrange(5)
+        if how == 0:
+            lane._words[chance.choice([0, 8, 16, 24])] = chance.choice([1, chance.getrandbits(64)])
+        elif how == 1:
+            lane._number += chance.choice([-1, 1, 1 << 30])
+        elif how == 2:
+            lane.incoming[chance.randrange(300)] = chance.randrange(256)
+        elif how == 3:
+            lane.was_packet = not lane.was_packet
+        else:
+            lane._show(chance.choice([0, 1, 64, 262144, 262145]))
 
     def _answer(self, frame: bytes, exchange: Any) -> list[bytes]:
         message = messages.unpack(frame)
@@ -207,11 +234,14 @@ class Liar(threading.Thread):
 
     def _right(self, message: Any, exchange: Any) -> Any:
         if type(message) is messages.Load:
-            facts = {"remote": 1, "is_module": False, "training": None}
+            facts = {"remote": 1, "is_module": message.kind == "module", "training": None}
             return messages.Done(message.call_id, flatten(facts, lambda x: False)[0], [], 0, 0)
         if type(message) is messages.Spec:
             facts = [[[[2, 3], [2, 32, 1]]], flatten(0.5, lambda x: True)[0]]
             return messages.Done(message.call_id, flatten(facts, lambda x: False)[0], [], 0, 0)
+        if type(message) is messages.State and message.verb in _GIVEN:
+            tree = _GIVEN[message.verb]
+            return messages.Done(message.call_id, flatten(tree, lambda x: False)[0], [], 0, 0)
         if self.chance.random() < 0.1:
             return messages.Failed(message.call_id, "RemoteError", "ValueError", "bad", "")
         array = np.ones(self.chance.choice([1, 600, 2000, 20_000]))
@@ -220,5 +250,7 @@ class Liar(threading.Thread):
             at = self.chance.randrange(8)
             headers[0] = list(headers[0])
             headers[0][at] = other_value(self.chance, headers[0][at])
-        done = messages.Done(message.call_id, flatten(array, lambda x: True)[0], headers, 1, 0)
+        tree = {"weight": array} if type(message) is messages.State else array
+        structure, _ = flatten(tree, lambda x: type(x) is np.ndarray)
+        done = messages.Done(message.call_id, structure, headers, 1, 0)
         return messages.Long(message.call_id, headers) if self.chance.random() < 0.1 else done

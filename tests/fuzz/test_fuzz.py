@@ -30,18 +30,20 @@ sys.path.insert(0, str(HERE))
 from lying import Liar, odd_descriptors  # noqa: E402
 from mutator import mutated, other_value  # noqa: E402
 
+from gradwire.plans import Plan, signature_of  # noqa: E402
 from gradwire.private_broker import PrivateBroker  # noqa: E402
 from gradwire_wire import control, messages, sockets  # noqa: E402
 from gradwire_wire.carriers import Carrier  # noqa: E402
 from gradwire_wire.dtypes import BY_NAME  # noqa: E402
 from gradwire_wire.errors import GradwireError  # noqa: E402
-from gradwire_wire.exchange import Exchange, Memory, close_all  # noqa: E402
-from gradwire_wire.lane import lane_pair  # noqa: E402
+from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all  # noqa: E402
+from gradwire_wire.lane import Lane, TooLong, lane_pair  # noqa: E402
+from gradwire_wire.page import ClientPage, can_page, page_lane_pair  # noqa: E402
 from gradwire_wire.segments import Ledger  # noqa: E402
 from gradwire_wire.structures import fill, positional  # noqa: E402
 from gradwire_wire.tether import connect_tether  # noqa: E402
 
-TARGETS = 6
+TARGETS = 7
 SECONDS = float(os.environ.get("GRADWIRE_FUZZ_S", "60")) / TARGETS
 SEED = int(os.environ.get("GRADWIRE_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 
@@ -107,12 +109,31 @@ class Intruder:
         assert received is not None
         self.exchange = Exchange(self.memory, self.tether, Ledger.received(received[1]), ours)
         self.dealer = sockets.connect_dealer(f"ipc://{folder}/z", self.id + b"0001", 10_000)
+        self.lane: Lane
+        self.open_lane()
+        self.page: ClientPage | None = None
+        self.carriers = [Carrier(np.ones(n), BY_NAME["float64"]) for n in (1000, 20_000, 3)]
+        self.headers = self.exchange.lend(self.carriers, [])
+
+    def open_lane(self) -> None:
         self.lane, theirs = lane_pair(10_000)
         assert self.exchange.pass_lane(theirs.fileno())
         theirs.close()
-        self.headers = self.exchange.lend(
-            [Carrier(np.ones(n), BY_NAME["float64"]) for n in (1000, 20_000)], []
-        ) + self.exchange.lend([Carrier(np.ones(3), BY_NAME["float64"])], [])
+
+    def open_page(self) -> ClientPage:
+        if self.page is not None:
+            self.page.close()
+        self.page, theirs, segment = page_lane_pair(10_000)
+        assert self.exchange.pass_lane(theirs.fileno(), segment.fd)
+        theirs.close()
+        segment.close()
+        return self.page
+
+    def planned(self, line: Lane, remote: int, number: int) -> tuple[Plan, bytes]:
+        """A plan of this line, and the message that makes it."""
+        call = (next(self.numbers), remote, positional(3), [], 0, 0, 0, None, 0, None, self.headers, [], [])
+        plan = Plan(number, line, signature_of(self.carriers), self.exchange)  # type: ignore[arg-type]
+        return plan, messages.pack(messages.Plan(*call, number, line.inlined, line.room))
 
     def ask(self, message: Any) -> Any:
         sockets.send_nowait(self.dealer, [messages.pack(message)])
@@ -126,6 +147,8 @@ class Intruder:
         return int(fill(self.ask(load).structure, [])["remote"])
 
     def close(self) -> None:
+        if self.page is not None:
+            self.page.close()
         self.lane.close()
         self.dealer.close()
         self.tether.close()
@@ -162,7 +185,7 @@ def right_message(client: Intruder, remote: int, chance: random.Random) -> Any:
         header = chance.choice(headers)
         at = chance.randrange(8)
         header[at] = other_value(chance, header[at])
-    kind = chance.randrange(9)
+    kind = chance.randrange(10)
     tree = positional(len(headers))
     if kind == 0:
         return messages.Load(number, chance.choice(["function", "module"]), "served:total", tree, headers)
@@ -176,9 +199,13 @@ def right_message(client: Intruder, remote: int, chance: random.Random) -> Any:
         return messages.Trace(number, chance.choice([0, 1, 100, 2**40]))
     word = [["T", [0], 1]] if kind == 4 else [["V", [True, True, False]]] if kind == 5 else []
     token = chance.choice([0, 0, 0, 1, [[1, 0]]])
-    return messages.Call(
+    call = messages.Call(
         number, remote, tree, word, chance.randrange(3), token, 0, None, 0, None, headers, [], [b"x" * 16]
     )
+    if kind == 9:
+        rooms = [0, 64, 16 << 10, 64 << 10, 256 << 10, (256 << 10) + 1]
+        return messages.Plan(*call, chance.randrange(258), chance.choice(rooms), chance.choice(rooms))
+    return call
 
 
 def is_harmless(frame: bytes) -> bool:
@@ -237,13 +264,86 @@ def test_r57_a_worker_by_zeromq(served: Served, chance: random.Random) -> None:
 def test_r57_a_worker_by_lane(served: Served, chance: random.Random) -> None:
     def send(client: Intruder, frame: bytes) -> None:
         try:
-            client.lane.send_nowait([frame])
-            while client.lane.receive_nowait() is not None:
-                pass
-        except sockets.Unreachable:  # full, or closed by the worker for its length
+            if chance.random() < 0.3:
+                lie_shortly(client, client.lane, chance)
+            else:
+                client.lane.send_nowait([frame])
+            drain(client.lane)
+        except TooLong:  # full
             time.sleep(0.001)
+        except sockets.Unreachable:  # closed by the worker for its length
+            client.open_lane()
 
     assert fuzz_worker(served, chance, send) > 100
+
+
+@pytest.mark.skipif(not can_page(), reason="pages are for x86")
+def test_r57_a_worker_by_page(served: Served, chance: random.Random) -> None:
+    """Words that lie, frames that change while they are read, packets that nobody has announced."""
+
+    def send(client: Intruder, frame: bytes) -> None:
+        line = client.page or client.open_page()
+        try:
+            how = chance.random()
+            if how < 0.4:
+                lie_shortly(client, line, chance)
+            elif how < 0.6:
+                line.outgoing[: len(frame)] = frame
+                line._looks = chance.randrange(2)
+                line.send_short_nowait(len(frame))
+            else:
+                line.send_nowait([frame])
+            if how < 0.2:
+                lie_in_page(line, chance)
+            drain(line)
+        except TooLong:
+            time.sleep(0.001)
+        except sockets.Unreachable:
+            client.open_page()
+
+    assert fuzz_worker(served, chance, send) > 100
+
+
+def drain(line: Lane) -> None:
+    """Answers are not looked at."""
+    while line.receive_nowait() is not None:
+        pass
+
+
+def lie_shortly(client: Intruder, line: Lane, chance: random.Random) -> None:
+    """A short call of a plan that is known perhaps, with something wrong about it perhaps."""
+    plans: dict[int, Plan] = line.plans
+    if not plans or chance.random() < 0.1:
+        number = chance.randrange(3)
+        plans[number], frame = client.planned(line, 1, number)
+        line.send_nowait([frame])
+    plan = chance.choice(list(plans.values()))
+    with contextlib.suppress(NotShared):
+        loans = plan.put(client.carriers, next(client.numbers), chance.choice([0, 0, 1]), [])
+        client.exchange.take_back_loans(loans)  # sooner than the worker could
+        length = plan.nbytes
+        if chance.random() < 0.6:
+            for _ in range(chance.randrange(1, 4)):
+                line.outgoing[chance.randrange(min(length, 200))] = chance.randrange(256)
+        if chance.random() < 0.1:
+            length = chance.choice([1, 2, 63, 64, length - 1, length + 1, line.room])
+        line.send_short_nowait(length)
+
+
+def lie_in_page(line: ClientPage, chance: random.Random) -> None:
+    """What the rules of docs/protocol.md forbid: any word, any byte, at any time."""
+    for _ in range(chance.randrange(1, 5)):
+        how = chance.randrange(4)
+        if how == 0:
+            word = chance.choice([0, line._number << 24, (line._number + 1) << 24, chance.getrandbits(64)])
+            line._words[chance.choice([0, 0, 0, 8, 16, 24])] = word | chance.choice([0, 1, 64, 4096, 262144])
+        elif how == 1:
+            at = chance.randrange(1, 300)
+            line.outgoing[at : at + 8] = chance.randbytes(8)
+        elif how == 2:
+            line.incoming[chance.randrange(300)] = chance.randrange(256)
+        else:
+            line._ring()
 
 
 def test_r57_a_worker_by_its_tether(served: Served, chance: random.Random) -> None:
