@@ -11,6 +11,7 @@ import numpy as np
 
 from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
+from gradwire.greenlets import check_none
 from gradwire.orders import checked_framework, checked_seconds, checked_shape, checked_spec, with_environment
 from gradwire.restarts import Restarts
 from gradwire.worker import Worker, belongs_here
@@ -35,8 +36,10 @@ def connect(target: str | os.PathLike[str] | None = None, *, start_timeout: floa
     target: None; a ``.toml`` file, whose workers are started together in a private broker, and are ready when this
     returns (or which names a broker elsewhere); the address, runtime folder or name of a shared broker that ``gradwire
     up`` has started. start_timeout: seconds the broker may take to answer; ConnectError after that. UsageError names
-    what is wrong in a file; WorkerStartError where one of its workers does not start (none is left then).
+    what is wrong in a file, or with this program's threads (`gradwire.greenlets`); WorkerStartError where one of its workers does
+    not start (none is left then).
     """
+    check_none()
     start_timeout = checked_seconds(start_timeout)
     if target is not None and not isinstance(target, (str, os.PathLike)):
         raise UsageError(

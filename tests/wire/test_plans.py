@@ -57,6 +57,25 @@ def test_what_is_not_plain_has_no_layout(header: list[Any]) -> None:
     assert avals_of([header]) is None and layout_of(avals_of([header]), 1, ROOM) is None
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        7,
+        [],
+        [b""] * 7,
+        *(
+            [b"", 0, 0, wrong, None, [2, 32, 1], [1, 0], 2]
+            for wrong in (3, [-1], [True], ["2"], [2**60], None)
+        ),
+        *([b"", 0, 0, [2], None, wrong, [1, 0], 2] for wrong in (3, [2, 32], ["x", 1, 1], None)),
+    ],
+)
+def test_r57_no_layout_of_what_is_no_header(header: Any) -> None:
+    """An answer that nobody waits for any more is not borrowed, and so nobody else looks at its headers."""
+    with pytest.raises(ProtocolError):
+        avals_of([header])
+
+
 def frames(
     pair: tuple[Side, Side], *arrays: np.ndarray | None, inlined: int = 4096
 ) -> tuple[Frame, Frame, bytearray]:

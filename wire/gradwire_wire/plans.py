@@ -25,7 +25,9 @@ import numpy as np
 
 from gradwire_wire.carriers import Aval, Carrier, Columns, arrays_of
 from gradwire_wire.dtypes import BY_NAME, DType, checked_dtype
+from gradwire_wire.errors import ProtocolError
 from gradwire_wire.exchange import Exchange, is_not_of_header
+from gradwire_wire.headers import MAX_NBYTES
 
 __all__ = [
     "ANSWER",
@@ -127,7 +129,7 @@ def _aligned(offset: int) -> int:
 
 
 def avals_of(headers: Sequence[Any]) -> list[Aval | None] | None:
-    """Shapes and dtypes of a message's tensors, from headers that were checked.
+    """Shapes and dtypes of a message's tensors. ProtocolError where there are none.
 
     None where a tensor is not plain: not C-contiguous, or of more axes than every numpy has.
     """
@@ -136,11 +138,21 @@ def avals_of(headers: Sequence[Any]) -> list[Aval | None] | None:
         if header is None:
             found.append(None)
             continue
+        if type(header) not in (list, tuple) or len(header) != 8 or not _is_shape(header[3]):
+            raise ProtocolError("a tensor header must be an array of 8, with a shape")
         _, _, _, shape, strides, dtype, _, _ = header
         if strides is not None or len(shape) > MAX_AXES:
             return None
-        found.append(Aval(tuple(shape), dtype if type(dtype) is DType else checked_dtype(*dtype)))
+        found.append(Aval(tuple(shape), dtype if type(dtype) is DType else _checked(dtype)))
     return found
+
+
+def _checked(dtype: Any) -> DType:
+    return checked_dtype(*dtype) if type(dtype) is list and len(dtype) == 3 else checked_dtype(dtype, 0, 0)
+
+
+def _is_shape(x: Any) -> bool:
+    return type(x) in (list, tuple) and all(type(n) is int and 0 <= n <= MAX_NBYTES for n in x)
 
 
 def _runs_of(places: Sequence[Place | None], memory: Any) -> list[tuple[int, int, np.ndarray | None]]:
