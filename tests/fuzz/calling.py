@@ -7,12 +7,15 @@ else is a finding. Prints how many calls it made and what they raised.
 from __future__ import annotations
 
 import collections
+import contextlib
+import faulthandler
 import itertools
 import os
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +61,15 @@ def one_life(link: BrokerLink, memory: Memory, folder: str, end: float, met: Any
     facts = WorkerFacts("liar", b"i" * 16, os.getpid(), f"ipc://{folder}/z", f"{folder}/t", b"t" * 16, {})
     connection = Connection(link, facts, memory, 2.0)
     try:
-        watchdog = threading.Timer(
-            MOST_S, connection.close
-        )  # loading has no deadline, and a liar may be silent
-        watchdog.start()
-        try:
-            kind = "module" if next(lives) % 3 == 0 else "function"
+        kind = "module" if next(lives) % 3 == 0 else "function"
+        with hung_up_on(connection):
             handle = Handle(lambda: connection, kind, "a:b", positional(0), [])
-        finally:
-            watchdog.cancel()
         remote = Remote(handle, Background("fuzz")).options(timeout=0.5)
         for i in range(100):
             if time.monotonic() > end or not connection.is_alive:
                 return
             start = time.monotonic()
+            faulthandler.dump_traceback_later(3 * MOST_S, exit=True)
             try:
                 use(remote, i)
                 met["answered"] += 1
@@ -81,6 +79,17 @@ def one_life(link: BrokerLink, memory: Memory, folder: str, end: float, met: Any
     finally:
         connection.close()
         connection.bury()
+
+
+@contextlib.contextmanager
+def hung_up_on(connection: Connection) -> Iterator[None]:
+    """Loading has no deadline, and a liar may be silent."""
+    watchdog = threading.Timer(0.5 * MOST_S, connection.close)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
 
 
 def use(remote: Remote, i: int) -> None:
@@ -108,7 +117,8 @@ def use_state(remote: Remote, i: int) -> None:
     elif i % 4 == 1:
         remote.optimizer("a:b").step(1.0)
     elif i % 4 == 2:
-        Functional(remote).frozen()
+        with hung_up_on(remote.handle._connect()):
+            Functional(remote).frozen()
     else:
         remote.train()
         read(remote.grads())
