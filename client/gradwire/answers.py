@@ -36,11 +36,15 @@ __all__ = [
 
 
 class Loaded(NamedTuple):
-    """Of a Load: the target's number; whether it is a module, and the mode of that, if it has one."""
+    """Of a Load: the target's number; whether it is a module, and the mode of that, if it has one.
+
+    may_have_rules: whether a Spec can tell of derivative rules of its own.
+    """
 
     remote: int
     is_module: bool
     training: bool | None
+    may_have_rules: bool
 
 
 class Times(NamedTuple):
@@ -66,11 +70,12 @@ def _is_mode(x: Any) -> bool:
 def loaded(structure: bytes) -> Loaded:
     """Of the answer to a Load."""
     facts = fill(structure, [])
-    if type(facts) is dict and facts.keys() == {"remote", "is_module", "training"}:
+    if type(facts) is dict and facts.keys() == set(Loaded._fields):
         found = Loaded(**facts)
-        if _is_natural(found.remote) and type(found.is_module) is bool and _is_mode(found.training):
+        are_flags = type(found.is_module) is bool and type(found.may_have_rules) is bool
+        if _is_natural(found.remote) and are_flags and _is_mode(found.training):
             return found
-    raise _wrong("a Load is answered with remote, is_module and training", facts)
+    raise _wrong(f"a Load is answered with {', '.join(Loaded._fields)}", facts)
 
 
 def number(structure: bytes) -> int:
@@ -82,21 +87,24 @@ def number(structure: bytes) -> int:
 
 
 def spec_result(structure: bytes) -> SpecResult:
-    """Of the answer to a Spec: ``[[[shape, dtype], ...], structure]``."""
+    """Of the answer to a Spec: ``[[[shape, dtype], ...], structure, has rules]``."""
     facts = fill(structure, [])
     if (
         type(facts) is not list
-        or len(facts) != 2
+        or len(facts) != 3
         or type(facts[0]) is not list
         or type(facts[1]) is not bytes
+        or type(facts[2]) is not bool
     ):
-        raise _wrong("a Spec is answered with shapes and dtypes, and a structure", facts)
-    avals, tree = tuple(map(_aval, facts[0])), facts[1]
+        raise _wrong(
+            "a Spec is answered with shapes and dtypes, a structure, and whether there are rules", facts
+        )
+    avals, tree, has_rules = tuple(map(_aval, facts[0])), facts[1], facts[2]
     if leaf_count(tree) != len(avals):
         raise _wrong(
             f"a Spec's structure has as many holes as there are results, {len(avals)}", leaf_count(tree)
         )
-    return SpecResult(avals, tree)
+    return SpecResult(avals, tree, has_rules)
 
 
 def _aval(raw: Any) -> Aval:
@@ -127,10 +135,10 @@ def check_results(word: Word, headers: Sequence[Any]) -> None:
         if None in headers:
             raise _wrong("a result is a tensor", None)
         return
-    batches = [op for op in word if op[0] != "V"]
-    if not batches:
+    derivatives = [op for op in word if op[0] in "JT"]
+    if not derivatives:
         return check_results((), headers)
-    kind, wrt = batches[-1][:2]
+    kind, wrt = derivatives[-1][:2]
     if kind == "T":
         check_count(len(headers), len(wrt), "cotangents")
 

@@ -53,7 +53,7 @@ class Handle:
         self._loaded: Connection | None = None
         self._remote = 0
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
-        self.is_module = False
+        self.is_module = self._may_have_rules = False
         self.training: bool | None = None
         self.moves = 0  # how often what a forward gives has changed: by a step, a load or a new life
         self.stakes = Stakes()
@@ -119,6 +119,7 @@ class Handle:
         )
         facts = answers.loaded(reply.structure)
         self._remote, self.is_module = facts.remote, facts.is_module
+        self._may_have_rules = facts.may_have_rules
         self._resume_mode(connection, facts.training)
         self._resume_freezing(connection)
         if self.stakes.stake == Stake.BUFFERS and self._has_no_buffers(connection):
@@ -263,7 +264,7 @@ class Handle:
     def spec(self, site: Site, avals: tuple[Aval, ...]) -> SpecResult:
         """Shapes, dtypes and tree of the results, without a real run. Cached by site and avals."""
         if site.out_spec is not None:
-            return site.out_spec
+            return site.out_spec._replace(has_rules=self._may_have_rules)
         connection = self._ready()
         known = self._specs.get((site, avals))
         if known is not None:

@@ -63,10 +63,14 @@ class Site:
 
 
 class SpecResult(NamedTuple):
-    """Shapes and dtypes of the results, in order, and the result tree they go into."""
+    """Shapes and dtypes of the results, in order, and the result tree they go into.
+
+    has_rules: some part of the function has derivative rules of its own, so its pullback may not be linear.
+    """
 
     avals: tuple[Aval, ...]
     structure: bytes
+    has_rules: bool = False
 
 
 class Outcome(NamedTuple):

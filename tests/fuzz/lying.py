@@ -234,10 +234,11 @@ class Liar(threading.Thread):
 
     def _right(self, message: Any, exchange: Any) -> Any:
         if type(message) is messages.Load:
-            facts = {"remote": 1, "is_module": message.kind == "module", "training": None}
+            is_module = message.kind == "module"
+            facts = {"remote": 1, "is_module": is_module, "training": None, "may_have_rules": False}
             return messages.Done(message.call_id, flatten(facts, lambda x: False)[0], [], 0, 0)
         if type(message) is messages.Spec:
-            facts = [[[[2, 3], [2, 32, 1]]], flatten(0.5, lambda x: True)[0]]
+            facts = [[[[2, 3], [2, 32, 1]]], flatten(0.5, lambda x: True)[0], False]
             return messages.Done(message.call_id, flatten(facts, lambda x: False)[0], [], 0, 0)
         if type(message) is messages.State and message.verb in _GIVEN:
             tree = _GIVEN[message.verb]

@@ -16,7 +16,7 @@ from gradwire_wire.recordings import COLUMNS
 from gradwire_wire.structures import LONE_LEAF, flatten
 
 FLOAT32, INT64 = [2, 32, 1], BY_NAME["int64"]
-RIGHT_LOAD = {"remote": 1, "is_module": True, "training": None}
+RIGHT_LOAD = {"remote": 1, "is_module": True, "training": None, "may_have_rules": False}
 
 
 def told(tree: Any) -> bytes:
@@ -24,11 +24,12 @@ def told(tree: Any) -> bytes:
 
 
 def test_right_answers() -> None:
-    assert answers.loaded(told(RIGHT_LOAD)) == (1, True, None)
+    assert answers.loaded(told(RIGHT_LOAD)) == (1, True, None, False)
     assert answers.number(told(7)) == 7
-    assert answers.spec_result(told([[[[2, 0], FLOAT32]], LONE_LEAF])) == (
+    assert answers.spec_result(told([[[[2, 0], FLOAT32]], LONE_LEAF, True])) == (
         (Aval((2, 0), BY_NAME["float32"]),),
         LONE_LEAF,
+        True,
     )
     rows = np.zeros((0, len(COLUMNS)), np.int64)
     found = answers.times(told({"columns": list(COLUMNS), "dropped": 3}), [Carrier(rows, INT64)])
@@ -45,6 +46,7 @@ def test_right_answers() -> None:
         {**RIGHT_LOAD, "more": 1},
         *({**RIGHT_LOAD, "remote": wrong} for wrong in (-1, True, "1", None, 1.0)),
         *({**RIGHT_LOAD, "is_module": wrong} for wrong in (None, 1)),
+        {**RIGHT_LOAD, "may_have_rules": 1},
         *({**RIGHT_LOAD, "training": wrong} for wrong in (0, "x", [])),
     ],
 )
@@ -58,13 +60,18 @@ def test_r57_facts_of_a_load(facts: Any) -> None:
     [
         None,
         [[]],
-        [{}, LONE_LEAF],
-        [[], "text"],
-        [[], LONE_LEAF],
-        [[[[2], FLOAT32]], b"\xc1"],
-        *([[wrong], LONE_LEAF] for wrong in (None, [], [[2]], [[2], None], [[2], [2, 32]], ["2", FLOAT32])),
-        *([[[wrong, FLOAT32]], LONE_LEAF] for wrong in ([-1], [True], ["2"], [2**60], [1] * 65)),
-        [[[[2], [99, 1, 1]]], LONE_LEAF],
+        [[[[2], FLOAT32]], LONE_LEAF],
+        [[[[2], FLOAT32]], LONE_LEAF, 0],
+        [{}, LONE_LEAF, False],
+        [[], "text", False],
+        [[], LONE_LEAF, False],
+        [[[[2], FLOAT32]], b"\xc1", False],
+        *(
+            [[wrong], LONE_LEAF, False]
+            for wrong in (None, [], [[2]], [[2], None], [[2], [2, 32]], ["2", FLOAT32])
+        ),
+        *([[[wrong, FLOAT32]], LONE_LEAF, False] for wrong in ([-1], [True], ["2"], [2**60], [1] * 65)),
+        [[[[2], [99, 1, 1]]], LONE_LEAF, False],
     ],
 )
 def test_r57_facts_of_a_spec(facts: Any) -> None:

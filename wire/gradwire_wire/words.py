@@ -8,11 +8,16 @@ A word is a tuple of operations, applied to F from left to right. With n the num
 ``('T', wrt, m)``
     The pullback. Operands: the n primals, then m cotangents, one for each inexact result.
     Results: a cotangent for each of ``wrt``, the adjoint in Re<a, b>.
+``('P', wrt)``
+    The results as they are computed where the function is being differentiated with respect to ``wrt``.
+    Operands and results are the function's own. It differs from the function only where that has derivative
+    rules of its own, as JAX's ``custom_vjp``: what derives it further derives the rules' code instead.
 ``('V', axes)``
     The batched form. ``axes`` has one bool an operand: whether it has a leading batch axis.
     Every result gets one.
 
-J is linear in its tangents, T in its cotangents; each is the other's transpose. Pure functions.
+J is linear in its tangents, T in its cotangents (unless a rule of the function's own is not); each is the other's
+transpose. Pure functions.
 """
 
 from __future__ import annotations
@@ -22,9 +27,17 @@ from typing import Callable, Sequence, Tuple
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ProtocolError, UsageError, shown
 
-__all__ = ["Word", "checked_word", "linear_count", "result_avals", "without_operand"]
+__all__ = [
+    "Word",
+    "checked_word",
+    "linear_count",
+    "operands_of_function",
+    "result_avals",
+    "without_operand",
+    "without_primals",
+]
 
-Op = Tuple  # ('J', wrt) | ('T', wrt, m) | ('V', axes)
+Op = Tuple  # ('J', wrt) | ('T', wrt, m) | ('P', wrt) | ('V', axes)
 Word = Tuple[Op, ...]
 MAX_WORD = 16
 
@@ -52,12 +65,31 @@ def result_avals(
         ]
     if op[0] == "T":
         return [avals[i] for i in op[1]]
+    if op[0] == "P":
+        return result_avals(word[:-1], avals, base)
     sizes = {a.shape[:1] for a, mapped in zip(avals, op[1]) if mapped}
     if len(sizes) != 1 or sizes == {()}:
         raise ProtocolError(f"batched operands disagree on the batch size: {sorted(sizes)}")
     (size,) = sizes.pop()
     rows = [Aval(a.shape[1:], a.dtype) if mapped else a for a, mapped in zip(avals, op[1])]
     return [Aval((size, *a.shape), a.dtype) for a in result_avals(word[:-1], rows, base)]
+
+
+def operands_of_function(word: Word, avals: Sequence[Aval]) -> tuple[Aval, ...]:
+    """What F itself takes where the derived function takes ``avals``."""
+    avals = tuple(avals)
+    for op in reversed(word):
+        if op[0] == "V":
+            avals = tuple(Aval(a.shape[1:], a.dtype) if mapped else a for a, mapped in zip(avals, op[1]))
+        elif op[0] != "P":
+            avals = avals[: len(avals) - (len(op[1]) if op[0] == "J" else op[2])]
+    return avals
+
+
+def without_primals(word: Word, token_ops: int) -> tuple[Word, int]:
+    """The same for an F without rules of its own; and how many of the first ``token_ops`` operations are left."""
+    own = [op[0] != "P" for op in word]
+    return tuple(op for op in word if op[0] != "P"), sum(own[:token_ops])
 
 
 def without_operand(word: Word, at: int) -> Word:
@@ -97,6 +129,8 @@ def checked_word(raw: object, operands: int) -> Word:
             n -= len(op[1])
         elif op[0] == "T" and len(op) == 3 and _is_indices(op[1]) and type(op[2]) is int and op[2] >= 0:
             n -= op[2]
+        elif op[0] == "P" and len(op) == 2 and _is_indices(op[1]):
+            pass
         elif op[0] == "V" and len(op) == 2 and isinstance(op[1], tuple):
             if len(op[1]) != n or not all(type(m) is bool for m in op[1]):
                 raise ProtocolError(f"bad batch axes in a word: {shown(op)} over {n} operands")

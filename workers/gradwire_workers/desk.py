@@ -647,10 +647,11 @@ class Desk:
         try:
             with self._users_code(session, spec.call_id):
                 results, structure = program.spec(site, avals)
+                ruled = bool(hasattr(program, "has_rules") and program.has_rules(site, avals))
         except DtypeError:
             self._refuse_operands(spec, avals)
             raise
-        tree, _ = flatten([[[list(a.shape), list(a.dtype)] for a in results], structure], _never)
+        tree, _ = flatten([[[list(a.shape), list(a.dtype)] for a in results], structure, ruled], _never)
         return Reply(Done(spec.call_id, tree, [], 0, 0))
 
     def _refuse_operands(self, spec: Spec, avals: Sequence[Aval]) -> None:
@@ -667,7 +668,12 @@ class Desk:
         with self._users_code(session, load.call_id):
             number = self.loaded.load(load.kind, load.target, args, kwargs)
         program = self.loaded[number]
-        facts = {"remote": number, "is_module": program.is_module, "training": program.training}
+        facts = {
+            "remote": number,
+            "is_module": program.is_module,
+            "training": program.training,
+            "may_have_rules": hasattr(program, "has_rules"),
+        }
         return Reply(Done(load.call_id, flatten(facts, _never)[0], [], 0, 0))
 
     def load_named(self, name: str, kind: str, target: str, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from gradwire_wire import messages
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ResidualLostError
 from gradwire_wire.messages import Call
-from gradwire_wire.words import linear_count
+from gradwire_wire.words import linear_count, without_primals
 from gradwire_workers.program import Program, Residual, Result, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 
@@ -50,6 +50,9 @@ def evaluate(
     An operand is None where the client left it out: it is needed only if the kept forward is gone.
     ResidualLostError then asks for it, or says that the forward must be run again by the caller.
     """
+    if not getattr(program, "rules_end", False) and any(op[0] == "P" for op in word):
+        word, token_ops = without_primals(word, call.token_ops)
+        call = Request(call.remote, call.keep, call.token, token_ops)
     if call.token:
         derived = _from_residual(site, word, call, operands, residuals, zeros)
         if derived is not None:
@@ -86,7 +89,10 @@ def _from_residual(
     linear = operands[len(operands) - linear_count(word) :]
     if kept is None or len(word) <= call.token_ops:
         return None
-    op, further = word[call.token_ops], word[call.token_ops + 1 :]
+    at = call.token_ops
+    while word[at][0] == "P" and at + 1 < len(word):
+        at += 1
+    op, further = word[at], word[at + 1 :]
     if op[0] not in "TJ":
         return None
     if any(x is None for x in linear):
@@ -99,11 +105,12 @@ def _from_residual(
     if op[0] == "T":
         residuals.note_pulled(token)
     if rows is not None:
-        return _from_rows(kept.residual, op, further, call, linear, rows)
+        return None if at > call.token_ops else _from_rows(kept.residual, op, further, call, linear, rows)
     if further:
         return None
     accumulate = site.accumulate and op[0] == "T"
-    tensors, residual = kept.residual.derive(op, linear, keep=bool(call.keep), accumulate=accumulate)
+    of = kept.residual if at == call.token_ops else kept.residual.differentiated(word[call.token_ops : at])
+    tensors, residual = of.derive(op, linear, keep=bool(call.keep), accumulate=accumulate)
     return Evaluated(Result(tensors), residual)
 
 

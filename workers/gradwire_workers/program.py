@@ -115,6 +115,14 @@ class Program(Protocol):
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         """Result shapes, dtypes and structure; never a real run, never a change of the module."""
 
+    def has_rules(self, site: WorkerSite, avals: Sequence[Aval]) -> bool:
+        """Whether it has derivative rules of its own, so that a pullback may not be linear; asked after ``spec``.
+
+        A program that cannot have any leaves this out. One whose framework uses a rule once and derives what it computes,
+        as JAX does, says ``rules_end = True``, and no other is asked for ``('P', wrt)``. Its residuals have
+        ``differentiated(primals)``, which is the residual of the forward as these operations make it.
+        """
+
     def train(self, mode: bool) -> None:
         """Set the module's mode for the calls that follow."""
 

@@ -65,7 +65,8 @@ class Crossing:
         self._derived = derived
         self._site = derived.message_site
         self._has_token = derived.token_ops is not None
-        self._structure = b"" if derived.word else derived.handle.spec(derived.site, avals).structure
+        self._word = derived.evaluated
+        self._structure = b"" if self._word else derived.handle.spec(derived.site, avals).structure
         self._operands = [
             (a.dtype, np.dtype(a.dtype.carrier), _conjugation(a, p))
             for a, p in zip(avals, of_operands, strict=True)
@@ -113,7 +114,7 @@ class Crossing:
         stamp = derived.handle.moves
         outcome = derived.handle.invoke(
             self._site,
-            derived.word,
+            self._word,
             carriers,
             keep=KEEP_NOTHING if derived.keep == KEEP_STAMP else derived.keep,
             token=token,
@@ -129,7 +130,7 @@ class Crossing:
         return (*results, self._kept(outcome.token, results)) if derived.keep else tuple(results)
 
     def _checked(self, carriers: Sequence[Carrier | None], structure: bytes) -> list[np.ndarray]:
-        if structure != self._structure and not self._derived.word:
+        if structure != self._structure and not self._word:
             raise UsageError(
                 f"{describe(self._derived)}: the result tree differs from the one this call was traced with. Python "
                 "values in a result are part of the traced program: return what changes from call to call as a tensor"

@@ -31,6 +31,9 @@ class Derived:
     afresh has a stamp there instead (`KEEP_STAMP`): if the module has changed since, it is not the same forward.
     quiet: a pullback that adds nothing to the module's gradients, although its site accumulates.
     waits: the caller waits for the results, so program order is kept without JAX's help.
+    primals: of a forward that is differentiated, by which operands, innermost first; empty unless it is of a function
+    with rules of its own. What derives it further derives ('P', wrt) of the word (`then`). No part of the word itself, for
+    the token is that of the word's own evaluation, which gives these results as well.
     """
 
     handle: Handle
@@ -40,15 +43,23 @@ class Derived:
     token_ops: int | None = None
     quiet: bool = False
     waits: bool = False
+    primals: Word = ()
 
     def __repr__(self) -> str:
         return f"{self.handle!r} {self.word}"
 
     def then(self, op: tuple, token_ops: int | None) -> Derived:
         """The derived function of this one, with the token of a word of that length."""
+        word = (*self.word, *self.primals, op)
         return replace(
-            self, word=(*self.word, op), keep=KEEP_NOTHING, token_ops=token_ops, quiet=False, waits=False
+            self, word=word, keep=KEEP_NOTHING, token_ops=token_ops, quiet=False, waits=False, primals=()
         )
+
+    @property
+    def evaluated(self) -> Word:
+        """The word as the worker is told it. What it keeps it derives, and so uses the function's rules anyhow."""
+        is_kept = self.keep not in (KEEP_NOTHING, KEEP_STAMP)
+        return self.word if is_kept or self.moves_state else (*self.word, *self.primals)
 
     @property
     def accumulates(self) -> bool:
@@ -92,7 +103,7 @@ def has_empty_batch(word: Word, operands: tuple[Aval, ...]) -> bool:
             operands = tuple(
                 Aval(a.shape[1:], a.dtype) if mapped else a for a, mapped in zip(operands, op[1], strict=True)
             )
-        else:
+        elif op[0] != "P":
             operands = operands[: len(operands) - (len(op[1]) if op[0] == "J" else op[2])]
     return False
 
@@ -107,7 +118,7 @@ def parities(word: Word, operands: int) -> tuple[list[int], list[int] | None]:
     if not word:
         return [0] * operands, None
     rest, op = word[:-1], word[-1]
-    if op[0] == "V":
+    if op[0] in "VP":
         return parities(rest, operands)
     if op[0] == "J":
         of_operands, of_results = parities(rest, operands - len(op[1]))
@@ -119,6 +130,6 @@ def parities(word: Word, operands: int) -> tuple[list[int], list[int] | None]:
 
 def describe(derived: Derived) -> str:
     """For error messages: the pullback of worker/models:make_net."""
-    names = {"J": "tangent", "T": "pullback", "V": "batched form"}
+    names = {"J": "tangent", "T": "pullback", "V": "batched form", "P": "forward"}
     of = "".join(f"the {names[op[0]]} of " for op in reversed(derived.word))
     return f"{of}{derived.handle.name}"

@@ -31,7 +31,7 @@ from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP, KEEP_NOTHING, KEEP_ROWS
 from gradwire_wire.tensors import jax as tensors
-from gradwire_wire.words import linear_count, result_avals
+from gradwire_wire.words import linear_count, operands_of_function, result_avals
 
 __all__ = ["bind", "ordered_effect", "primitive", "results_of"]
 
@@ -75,6 +75,12 @@ def results_of(derived: Derived, operands: Sequence[Any]) -> list[Aval]:
     )
 
 
+def _has_rules(derived: Derived, operands: Sequence[Any]) -> bool:
+    """Whether the remote function has derivative rules of its own."""
+    avals = [tensors.aval(x if hasattr(x, "shape") else _typeof(x)) for x in operands]
+    return derived.handle.spec(derived.site, operands_of_function(derived.word, avals)).has_rules
+
+
 @primitive.def_effectful_abstract_eval
 def _abstract(*avals: Any, derived: Derived) -> tuple[list[Any], set[Any]]:
     _, operands = _split(derived, avals)
@@ -105,30 +111,43 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, derived: Derived) -
         results = bind(derived, token, operands)
         return results, [_zero(y) for y in results]
     fixed = len(operands) - linear_count(derived.word)
-    if moving[0] >= fixed and not derived.keep:  # linear in all that moves: it is its own tangent
+    has_rules = _has_rules(derived, operands)
+    is_linear = moving[0] >= fixed and not derived.keep and not has_rules
+    if is_linear:  # in all that moves: it is its own tangent
         lines = [ad.instantiate_zeros(d) for d in directions[fixed:]]
         quiet = replace(derived, quiet=True)
         return bind(derived, token, operands), bind(quiet, token, [*operands[:fixed], *lines])
-    return _jvp_of_forward(derived, token, operands, tuple(moving), [directions[i] for i in moving])
+    lines = [directions[i] for i in moving]
+    return _jvp_of_forward(derived, token, operands, tuple(moving), lines, has_rules)
 
 
 def _jvp_of_forward(
-    derived: Derived, token: Any, operands: list[Any], moving: tuple[int, ...], lines: list[Any]
+    derived: Derived,
+    token: Any,
+    operands: list[Any],
+    moving: tuple[int, ...],
+    lines: list[Any],
+    has_rules: bool,
 ) -> tuple[list[Any], list[Any]]:
-    """The node with its graph kept, and its tangent from that graph."""
+    """The node with its graph kept, and its tangent from that graph.
+
+    Where the function has rules of its own, they are used up by this derivative: a further one derives what they compute,
+    in JAX, and here ('P', moving).
+    """
     op = ("J", moving)
+    primal = replace(derived, primals=(*derived.primals, ("P", moving))) if has_rules else derived
     if derived.site.residuals != "keep" and not derived.keep:
-        *results, stamp = bind(replace(derived, keep=KEEP_STAMP), token, operands)
+        *results, stamp = bind(replace(primal, keep=KEEP_STAMP), token, operands)
         moved = bind(derived.then(op, STAMPED), stamp, [*operands, *lines])
         kept = None
     elif (
         derived.keep == KEEP_ROWS or derived.site.residuals != "keep"
     ):  # rows have no graph of graphs: afresh
-        results = bind(derived, token, operands)
+        results = bind(primal, token, operands)
         moved = bind(derived.then(op, None), None, [*operands, *lines])
         kept = results.pop() if derived.keep else None
     else:
-        *results, kept = bind(replace(derived, keep=KEEP), token, operands)
+        *results, kept = bind(replace(primal, keep=KEEP), token, operands)
         moved = bind(derived.then(op, len(derived.word)), kept, [*operands, *lines])
     directions = iter(moved)
     moves = [next(directions) if _is_inexact(y) else _zero(y) for y in results]
@@ -246,7 +265,7 @@ def _remove_dead(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     derived = equation.params["derived"]
     if not any(used) and not derived.ordered:
         return [False] * len(equation.invars), None
-    if derived.keep and not used[-1]:
+    if derived.keep and not used[-1] and not (derived.primals and derived.moves_state):
         equation = equation.replace(
             params={**equation.params, "derived": replace(derived, keep=KEEP_NOTHING)},
             outvars=equation.outvars[:-1],

@@ -30,6 +30,7 @@ __all__ = [
     "Signature",
     "Traced",
     "as_array",
+    "has_rules",
     "is_untraceable",
     "needs_values",
     "seeded",
@@ -66,6 +67,7 @@ class Traced:
     consts: the arrays it closes over, to be handed back as the first argument of `call`.
     avals, structure: of its results. ``used``: which operands have a cotangent: inexact, and some inexact result
     depends on them.
+    has_rules: whether some part of it has derivative rules of its own (custom_jvp, custom_vjp).
     has_effects: whether it prints or calls back into Python.
     draws: whether its Python drew from the generators that a seed seeds, so that another seed makes another function.
     lifted: so many of its operands, the first, are parameters of a module. moves: how many arrays a `forward` has after
@@ -87,6 +89,7 @@ class Traced:
         self.avals: list[Aval] = [tensors.aval(a) for a in closed.out_avals]
         self.used = used_operands(closed)
         self.has_effects = bool(closed.jaxpr.effects)
+        self.has_rules = has_rules(closed.jaxpr)
 
     def call(self, consts: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """The results, under any transform."""
@@ -132,6 +135,23 @@ class Eager:
 def as_array(x: Any) -> Any:
     """A numpy array in a result as a JAX array; DtypeError where it would be narrowed."""
     return jnp.asarray(tensors.numpy_view(numpy_tensors.export(x))) if isinstance(x, np.ndarray) else x
+
+
+def has_rules(jaxpr: Any) -> bool:
+    """Whether a program, or one that it calls, has a custom_jvp or custom_vjp function."""
+    return any(
+        equation.primitive.name.startswith(("custom_jvp", "custom_vjp"))
+        or any(map(has_rules, _called(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _called(equation: Any) -> Iterator[Any]:
+    for value in equation.params.values():
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            inner = getattr(x, "jaxpr", x)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def used_operands(closed: Any, results: int | None = None) -> list[bool]:

@@ -20,6 +20,7 @@ from gradwire_workers.jax.functions import (
     Signature,
     Traced,
     as_array,
+    has_rules,
     seeded,
     used_operands,
 )
@@ -230,6 +231,7 @@ class TracedModule(Traced):
         self._results = self._call.results
         self.avals = [tensors.aval(a) for a in closed.out_avals[: self._results]]
         self.has_effects = bool(closed.jaxpr.effects)
+        self.has_rules = has_rules(closed.jaxpr)
         self._own = [c if isinstance(c, jax.Array) else jax.device_put(np.asarray(c)) for c in closed.consts]
         self._prune(closed, len(hidden))
 

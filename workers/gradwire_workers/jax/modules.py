@@ -33,7 +33,7 @@ class ModuleProgram:
     form: how a call's arguments become the model's. mode: of its calls, where that is not the module's own.
     """
 
-    is_module = True
+    is_module = rules_end = True
 
     def __init__(self, store: Store, form: Form = without, mode: bool | None = None) -> None:
         self._store, self._form, self._mode = store, form, mode
@@ -104,6 +104,10 @@ class ModuleProgram:
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         with self._core.at(self._store.moment(site.seed), moves=False):
             return self._core.spec(_site(site, False, self._store.kinds), avals)
+
+    def has_rules(self, site: WorkerSite, avals: Sequence[Aval]) -> bool:
+        with self._core.at(self._store.moment(site.seed), moves=False):
+            return self._core.has_rules(_site(site, False, self._store.kinds), avals)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -191,6 +195,10 @@ class Owned:
         self._store.accumulate(self._names, bars)
         return tensors, None if further is None else self._further(further)
 
+    def differentiated(self, primals: Word) -> Owned:
+        inner: Any = self._held()
+        return self._further(inner.differentiated(shifted(primals, len(self._names), False)))
+
     def derive_rows(
         self, op: Any, axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:
@@ -236,6 +244,19 @@ class Unlifted(Owned):
         super().lose()
         self._operands.clear()
 
+    def differentiated(self, primals: Word) -> Owned:
+        inner: Any = self._held()
+        residual = Unlifted(
+            inner.differentiated(primals),
+            self._store,
+            self._again,
+            self._site,
+            (*self._word, *primals),
+            self._operands,
+        )
+        self._store.note(residual)
+        return residual
+
     def derive(
         self, op: Any, linear: Sequence[Any], *, keep: bool, accumulate: bool
     ) -> tuple[list[Any], Residual | None]:
@@ -277,7 +298,7 @@ def _shifted(op: Any, count: int, pull: bool) -> Any:
 
 def _last(word: Word) -> int:
     """Where the word's last derivative is; -1 where there is none."""
-    return max((i for i, op in enumerate(word) if op[0] != "V"), default=-1)
+    return max((i for i, op in enumerate(word) if op[0] in "JT"), default=-1)
 
 
 def _is_pullback(word: Word) -> bool:

@@ -36,6 +36,7 @@ class Program:
 
     training: Union[bool, None] = None
     generation = 0
+    rules_end = True
 
     def __init__(self, target: Callable[..., Any], is_module: bool) -> None:
         self.is_module = is_module
@@ -74,6 +75,11 @@ class Program:
                 f"them: give options(out_spec=...), or call it outside of compiled code ({_first_line(error)})"
             ) from error
         return traced.avals, traced.structure
+
+    def has_rules(self, site: WorkerSite, avals: Sequence[Aval]) -> bool:
+        """Of the trace that ``spec`` has made."""
+        signature = tuple((a.shape, element_type(a.dtype)) for a in avals)
+        return self._trace(self._seedless(site, (), signature), signature).has_rules
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -124,7 +130,11 @@ class Program:
         function = self._function(site, base)
         if not isinstance(function, Traced):
             if rows is not None:
-                return lambda operands: self._keep_operands(site, word, operands)
+                primal = (*word, ("P", tuple(range(len(signature)))))  # as a traced one is kept: by its rules
+                return lambda operands: (
+                    self.run(site, primal, operands),
+                    Recomputed(self.again(), site, word, operands),
+                )
             return lambda operands: self._keep_eagerly(function, site, word, operands)
         plan = KeepPlan(function, word, signature) if rows is None else KeepPlan(function, (), base, rows)
         structure = b"" if word else function.structure
@@ -230,7 +240,7 @@ def innermost(word: Word, signature: Signature) -> Signature:
     for op in reversed(word):
         if op[0] == "V":
             signature = tuple((s[1:], d) if mapped else (s, d) for (s, d), mapped in zip(signature, op[1]))
-        else:
+        elif op[0] != "P":
             signature = signature[: len(signature) - (len(op[1]) if op[0] == "J" else op[2])]
     return signature
 

@@ -44,6 +44,9 @@ class Recomputed:
             return list(result.tensors), residual
         return list(self._program.run(self._site, word, operands).tensors), None
 
+    def differentiated(self, primals: tuple[tuple[Any, ...], ...]) -> Recomputed:
+        return Recomputed(self._program, self._site, (*self._word, *primals), self._operands)
+
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:

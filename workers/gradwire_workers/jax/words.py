@@ -27,6 +27,8 @@ def derived(function: Function, word: Sequence[tuple[Any, ...]]) -> Function:
             function = partial(_tangent, function, op[1])
         elif op[0] == "T":
             function = partial(_pullback, function, op[1], op[2])
+        elif op[0] == "P":
+            function = partial(_primal, function, op[1])
         else:
             function = jax.vmap(function, in_axes=tuple(0 if mapped else None for mapped in op[1]))
     return function
@@ -42,12 +44,14 @@ def adjoint(x: Any) -> Any:
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
-def pullback_of(function: Function, operands: Sequence[Any], aside: int = 0) -> tuple[tuple[Any, ...], Any]:
+def pullback_of(
+    function: Function, operands: Sequence[Any], aside: int = 0, wrt: Sequence[int] | None = None
+) -> tuple[tuple[Any, ...], Any]:
     """Results at ``operands``, and JAX's pullback from the inexact results to the inexact operands.
 
-    aside: so many of the results, the last ones, have no cotangents.
+    aside: so many of the results, the last ones, have no cotangents. wrt: to these operands alone.
     """
-    moving = [i for i, x in enumerate(operands) if is_inexact(x)]
+    moving = [i for i, x in enumerate(operands) if is_inexact(x) and (wrt is None or i in wrt)]
     if not moving:
         return function(*operands), jax.tree_util.Partial(_nothing)
     kinds: list[bool] = []
@@ -93,6 +97,11 @@ def _tangent(function: Function, wrt: tuple[int, ...], *operands: Any) -> tuple[
     if not moving:
         return tuple(jnp.zeros_like(r) for r in along())
     return jax.jvp(along, tuple(primals[i] for i in moving), tuple(moving.values()))[1]
+
+
+def _primal(function: Function, wrt: tuple[int, ...], *operands: Any) -> tuple[Any, ...]:
+    """What JAX has in the place of the results while it derives by ``wrt``: rules of the function's own have been used."""
+    return pullback_of(function, operands, wrt=wrt)[0]
 
 
 def _pullback(function: Function, wrt: tuple[int, ...], count: int, *operands: Any) -> tuple[Any, ...]:

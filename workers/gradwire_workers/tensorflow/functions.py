@@ -130,9 +130,8 @@ class SiteFunction:
 
     def spec(self, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         """See `Program.spec`. Weights that the target makes at its first call are made."""
-        specs = [tf.TensorSpec(a.shape, tf_dtype(a.dtype)) for a in avals]
         try:
-            trace = self._cached(((), _signature(specs)), lambda: self._trace((), specs))
+            trace = self._of(avals)
         except Exception as error:
             if not any(text in str(error) for text in _ABOUT_TRACING):
                 raise
@@ -141,6 +140,16 @@ class SiteFunction:
                 f"({type(error).__name__}: {error}). Say what it returns: remote.options(out_spec=...)"
             ) from error
         return [_result_aval(i, y) for i, y in enumerate(trace.graph.outputs)], trace.structure
+
+    def has_rules(self, avals: Sequence[Aval]) -> bool:
+        """See `Program.has_rules`."""
+        found: bool = self._of(avals).graph.has_custom_gradients
+        return found
+
+    def _of(self, avals: Sequence[Aval]) -> Trace:
+        specs = [tf.TensorSpec(a.shape, tf_dtype(a.dtype)) for a in avals]
+        trace: Trace = self._cached(((), _signature(specs)), lambda: self._trace((), specs))
+        return trace
 
     # ---- Tracing -----------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,18 @@ class Traced:
         return nodes
 
     @cached_property
+    def has_custom_gradients(self) -> bool:
+        """Whether a node of it, or of a function that it may call, is a `tf.custom_gradient`."""
+        whole = self.concrete.graph.as_graph_def()
+        bodies = [whole.node, *(f.node_def for f in whole.library.function)]
+        return any(
+            node.attr["_gradient_op_type"].s.startswith(b"CustomGradient")
+            for body in bodies
+            for node in body
+            if "_gradient_op_type" in node.attr
+        )
+
+    @cached_property
     def _definition(self) -> Any:
         return self.concrete.graph.as_graph_def()
 

@@ -55,6 +55,9 @@ class TensorFlowProgram:
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         return self._at(site).spec(avals)
 
+    def has_rules(self, site: WorkerSite, avals: Sequence[Aval]) -> bool:
+        return self._at(site).has_rules(avals)
+
     def _at(self, site: WorkerSite) -> SiteFunction:
         mode, seed = self.training if site.training is None else site.training, site.seed
         if seed is not None:

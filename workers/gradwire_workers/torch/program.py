@@ -35,6 +35,7 @@ class TorchFlat(Flat):
     def __init__(self, target: Any, site: WorkerSite, device: Any) -> None:
         super().__init__(target, site, is_tensor)
         self._device, self.given_as_leaves = device, 0
+        self.has_rules = False  # as the latest `avals` has found
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         results = Flat.__call__(self, *operands)
@@ -44,7 +45,7 @@ class TorchFlat(Flat):
 
     def avals(self, avals: Sequence[Aval]) -> list[Aval]:
         shadow_flat = partial(TorchFlat, site=self._site, device=self._device)
-        found, self.structure = shapes.spec(self._target, shadow_flat, avals, self._device)
+        found, self.structure, self.has_rules = shapes.spec(self._target, shadow_flat, avals, self._device)
         return found
 
 
@@ -79,6 +80,7 @@ class TorchProgram:
         self._target = target
         self._uses_autograd = False
         self._measured: dict[Any, int] = {}
+        self._has_rules = False
         self._loaded_at = nodes_made()
         self._looked: dict[Any, int] = {}
         self._generation = 0
@@ -236,7 +238,11 @@ class TorchProgram:
 
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         flat = self._flat(site)
-        return flat.avals(avals), flat.structure
+        found, self._has_rules = flat.avals(avals), flat.has_rules
+        return found, flat.structure
+
+    def has_rules(self, site: WorkerSite, avals: Sequence[Aval]) -> bool:
+        return self._has_rules
 
     # ---- State ---------------------------------------------------------------------------------------------------
 

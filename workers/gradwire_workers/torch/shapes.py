@@ -57,8 +57,8 @@ class WriteRefused(Exception):
 
 def spec(
     target: Any, flat_of: Callable[[Any], Any], avals: Sequence[Aval], device: Any
-) -> tuple[list[Aval], bytes]:
-    """Shapes and dtypes of the target's results, and their structure.
+) -> tuple[list[Aval], bytes, bool]:
+    """Shapes and dtypes of the target's results, their structure, and whether a torch.autograd.Function made them.
 
     flat_of: makes the function of flat operands of a (shadow) target.
     Raises UsageError that names out_spec where a shape depends on values, or where the shadow does not hold.
@@ -71,7 +71,7 @@ def spec(
             operands = [torch.empty(a.shape, dtype=torch_dtype(a.dtype), device=device) for a in avals]
         with torch.enable_grad(), _undisturbed(device), guard:
             results = flat(*[entered(x) for x in leaves_of(operands)])
-        found = [aval(y) for y in results]
+        found, ruled = [aval(y) for y in results], _has_functions(results)
     except Exception as error:
         if guard.refused or isinstance(error, _FAKE_FAILURES) or any(t in str(error) for t in _ABOUT_FAKE):
             raise _advice(guard.refused or error) from error
@@ -80,7 +80,21 @@ def spec(
         shadows.restore()
     if guard.refused:  # and the user's code went on
         raise _advice(guard.refused)
-    return found, flat.structure
+    return found, flat.structure, ruled
+
+
+def _has_functions(results: Sequence[Any]) -> bool:
+    """Whether some node of their graph is a torch.autograd.Function of somebody's."""
+    nodes, seen = [y.grad_fn for y in results], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        nodes.extend(before for before, _ in node.next_functions)
+    return False
 
 
 @contextmanager
