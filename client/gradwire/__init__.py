@@ -7,19 +7,16 @@
 ...     y, pullback = energy.vjp(x)
 
 Importing this package imports no framework: ``gw.torch``, ``gw.jax``, ``gw.tensorflow`` and ``gw.keras`` are
-loaded on first use, by the program that has that framework anyway.
+loaded on first use, by the program that has that framework anyway. Whatever else is here but errors is loaded on
+first use too, so that a program pays for it when it connects and not when it starts.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gradwire.bridge import Bridge, connect
-from gradwire.conversion import to_jax, to_numpy, to_tf, to_torch
-from gradwire.pullback import Pullback
-from gradwire.remote import Optimizer, Remote, ShapeDtype
-from gradwire.worker import Worker
+from gradwire import exits  # noqa: F401 (registered before what the program registers, see there)
 from gradwire_wire.errors import (
     ClosedError,
     ConnectError,
@@ -40,6 +37,13 @@ from gradwire_wire.errors import (
     WorkerError,
     WorkerStartError,
 )
+
+if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
+    from gradwire.bridge import Bridge, connect
+    from gradwire.conversion import to_jax, to_numpy, to_tf, to_torch
+    from gradwire.pullback import Pullback
+    from gradwire.remote import Optimizer, Remote, ShapeDtype
+    from gradwire.worker import Worker
 
 __version__ = "0.1.0"
 
@@ -76,9 +80,30 @@ __all__ = [
 ]
 
 _FACES = ("jax", "keras", "tensorflow", "torch")
+_HOMES = {
+    "Bridge": "bridge",
+    "Optimizer": "remote",
+    "Pullback": "pullback",
+    "Remote": "remote",
+    "ShapeDtype": "remote",
+    "Worker": "worker",
+    "connect": "bridge",
+    "to_jax": "conversion",
+    "to_numpy": "conversion",
+    "to_tf": "conversion",
+    "to_torch": "conversion",
+}
+"""The modules of the public names that are not here yet."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _FACES:
         return importlib.import_module(f"gradwire.{name}")
-    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOMES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

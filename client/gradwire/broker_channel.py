@@ -11,16 +11,14 @@ owns nothing of this.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import queue
-import time
 import traceback
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from gradwire.broker_news import BrokerNews
+from gradwire.exits import open_channels
 from gradwire.link_thread import LinkThread
 from gradwire.orphans import end_orphans
 from gradwire.worker_output import Screen
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["BrokerChannel"]
 
 CLOSE_S = 5.0
-EXIT_S = 1.0
 LAST_MESSAGES_MS = 20  # what the broker said before it ended may still be on its way
 
 
@@ -60,7 +57,12 @@ class BrokerChannel:
         self.thread.listen(self._dealer, self._hear_all)
         self._send(control.Attach(control.PROTOCOL, broker.token, self._pid))
         self.thread.start()
-        _open_channels.add(self)
+        open_channels.add(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has opened it, and not one that it was forked from."""
+        return os.getpid() == self._pid
 
     def send_soon(self, message: Any) -> None:
         """Does not wait; what a broker that is gone would have got is dropped. UsageError for what cannot be said."""
@@ -79,7 +81,7 @@ class BrokerChannel:
 
     def check_process(self) -> None:
         """Raises ForkedError in a forked child."""
-        if os.getpid() != self._pid:
+        if not self.is_ours:
             raise ForkedError("this bridge belongs to the parent process; open one of your own in the child")
 
     def check_usable(self) -> None:
@@ -92,21 +94,22 @@ class BrokerChannel:
 
     def close(self) -> None:
         """End the broker and all its workers; leave a shared one. Bounded, idempotent; nothing in a forked child."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or not self.is_ours:
             return
-        self._ask_to_end(CLOSE_S)
-        self._wait_ended(CLOSE_S)
+        self.ask_to_end(CLOSE_S)
+        self.wait_ended(CLOSE_S)
         if self.news.broker_alive and not self._leaves_broker:
             self._broker.kill()
 
-    def _ask_to_end(self, timeout_s: float) -> None:
+    def ask_to_end(self, timeout_s: float) -> None:
+        """Does not wait; nothing is open after it."""
         self._closed = True
-        _open_channels.discard(self)
+        open_channels.discard(self)
         self.send_soon(control.Detach() if self._leaves_broker else control.ShutDown(0.6 * timeout_s))
         if not self._leaves_broker:
             self._broker.resume()
 
-    def _wait_ended(self, timeout_s: float) -> None:
+    def wait_ended(self, timeout_s: float) -> None:
         """Wait for the broker's end and end the thread; only the latter where this is that thread."""
         if not self._leaves_broker and not self.thread.is_current:
             self.news.wait_broker_ended(timeout_s)
@@ -170,19 +173,3 @@ class BrokerChannel:
         self.news.note_link_ended()
         self._broker.close()
         self._dealer.close(LAST_MESSAGES_MS if self._leaves_broker else 0)
-
-
-_open_channels: weakref.WeakSet[BrokerChannel] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """At the interpreter's exit: all are asked at once, then waited for together."""
-    channels = [channel for channel in _open_channels if channel._pid == os.getpid()]
-    deadline = time.monotonic() + EXIT_S
-    for channel in channels:
-        channel._ask_to_end(EXIT_S)
-    for channel in channels:
-        channel._wait_ended(max(0.0, deadline - time.monotonic()))
-
-
-atexit.register(_close_all)

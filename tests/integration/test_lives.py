@@ -225,6 +225,13 @@ def test_r53_in_the_middle_of_a_call(run: Callable[..., Any]) -> None:
     assert time.monotonic() - start < 2.0
 
 
+def test_an_exit_function_from_before_the_first_bridge_finds_it_open(run: Callable[..., Any]) -> None:
+    """What keeps bridges comes with the first of them, what closes them with `import gradwire`."""
+    late = "import atexit, gradwire\natexit.register(lambda: print(double(x), 'in', double(x.repeat(2000)).size))\n"
+    one = run("", ["-c", late + HEAD])
+    assert ended(one) == (0, "[0. 2. 4. 6.] in 8000\n", "")
+
+
 def test_r56_a_bridge_opened_in_a_thread_that_ends(run: Callable[..., Any]) -> None:
     one = run("""
 import threading

@@ -7,17 +7,23 @@ import sys
 
 import pytest
 
+import gradwire as gw
+
 FRAMEWORKS = ("torch", "jax", "jaxlib", "tensorflow", "keras", "ml_dtypes")
 
 
-def frameworks_loaded_by(statement: str) -> list[str]:
-    """Which frameworks a fresh interpreter has loaded after the statement."""
-    code = f"import sys\n{statement}\nprint(*[m for m in {FRAMEWORKS!r} if m in sys.modules])"
+def printed_by(code: str) -> list[str]:
+    """The words that a fresh interpreter prints."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+def frameworks_loaded_by(statement: str) -> list[str]:
+    """Which frameworks a fresh interpreter has loaded after the statement."""
+    return printed_by(f"import sys\n{statement}\nprint(*[m for m in {FRAMEWORKS!r} if m in sys.modules])")
 
 
 @pytest.mark.parametrize("package", ["gradwire", "gradwire_broker", "gradwire_workers", "gradwire_wire"])
@@ -29,9 +35,9 @@ def test_the_test_can_fail() -> None:
     assert frameworks_loaded_by("import ml_dtypes") == ["ml_dtypes"]
 
 
-def test_importing_gradwire_leaves_what_only_some_programs_need() -> None:
-    """It is to cost little more than numpy, zmq and msgpack do (benchmarks/start.py measures that)."""
-    heavy = (
+def test_connecting_leaves_what_only_some_programs_need() -> None:
+    """The first bridge is to cost little more than numpy, zmq and msgpack do (benchmarks/start.py measures that)."""
+    heavy = {
         "asyncio",
         "concurrent.futures",
         "logging",
@@ -39,9 +45,39 @@ def test_importing_gradwire_leaves_what_only_some_programs_need() -> None:
         "subprocess",
         "tempfile",
         "tomllib",
-    )
-    code = f"import numpy, zmq, msgpack, sys; had = set(sys.modules); import gradwire; print(*({set(heavy)!r} & (set(sys.modules) - had)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == []
+    }
+    had = "import numpy, zmq, msgpack, sys; had = set(sys.modules); import gradwire as gw; gw.Bridge, gw.to_jax; "
+    assert printed_by(f"{had} print(*({heavy!r} & (set(sys.modules) - had)))") == []
+
+
+def test_importing_gradwire_leaves_all_that_a_bridge_needs() -> None:
+    needs = {"numpy", "zmq", "msgpack", "gradwire.bridge", "gradwire_wire.messages"}
+    loaded = f"print(*({needs!r} & set(sys.modules)))"
+    assert printed_by(f"import sys, gradwire; dir(gradwire); {loaded}") == []
+    assert set(printed_by(f"import sys, gradwire; gradwire.connect; {loaded}")) == needs
+
+
+def test_every_public_name_is_there_and_only_those() -> None:
+    assert {name for name in gw.__all__ if getattr(gw, name).__name__ != name} == set()
+    assert set(gw.__all__) <= set(dir(gw))
+    assert set(gw._HOMES) <= set(gw.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'conect'"):
+        gw.conect
+
+
+def test_threads_may_look_for_the_first_names_at_once() -> None:
+    code = """
+import sys, threading
+import gradwire as gw
+sys.setswitchinterval(1e-5)
+barrier, names = threading.Barrier(8), ["connect", "Remote", "to_jax", "Worker"] * 2
+found = []
+def look(name):
+    barrier.wait()
+    found.append(getattr(gw, name).__name__)
+threads = [threading.Thread(target=look, args=[name]) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(*sorted(set(found)))
+"""
+    assert printed_by(code) == ["Remote", "Worker", "connect", "to_jax"]

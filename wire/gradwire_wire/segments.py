@@ -40,7 +40,6 @@ no owner can change), and a lease is ended only by the process that took it.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
 import fcntl
@@ -58,6 +57,7 @@ import numpy as np
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
 from gradwire_wire.interruption import postpone
+from gradwire_wire.leaving import INTERPRETER
 from gradwire_wire.machine import read_memory
 
 __all__ = [
@@ -96,7 +96,6 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 _madvise = _libc.madvise
 _getpid = os.getpid
 _foreign: weakref.WeakSet[ForeignSegment] = weakref.WeakSet()
-_leaving = False
 
 
 class SharingUnavailableError(Exception):
@@ -207,9 +206,8 @@ class _Descriptor:
 
     fd = -1
 
-    def close(
-        self, close: Any = os.close
-    ) -> None:  # (bound here: at the interpreter's end the module is emptied first)
+    # os.close is bound here: at the interpreter's end the module is emptied first
+    def close(self, close: Any = os.close) -> None:
         """Close the descriptor; a mapping stays until its last view is gone. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -398,12 +396,12 @@ class ForeignSegment(_Descriptor):
             return False
         return _has_private_pages(self.address + offset, nbytes)
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease, interpreter: Any = INTERPRETER) -> None:
         """Called by finalizers: drop private pages, then let the owner have the slot.
 
         Where they cannot be dropped the slot stays leased: lost memory is better than wrong numbers.
         """
-        if _leaving or self._pid != _getpid():
+        if interpreter.is_leaving or self._pid != _getpid():
             return
         offset, nbytes = lease.offset, lease.nbytes
         if self.is_sealed and lease.is_changed():
@@ -646,10 +644,4 @@ def _privatise_all() -> None:
         segment.privatise_leases()
 
 
-def _leave() -> None:
-    global _leaving
-    _leaving = True
-
-
 os.register_at_fork(before=_privatise_all)
-atexit.register(_leave)

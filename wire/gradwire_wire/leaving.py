@@ -1,0 +1,24 @@
+"""Whether the interpreter is at its exit. Finalizers return nothing from then on: other ones may use it to the very end.
+
+Loaded early by whoever wants to work with shared memory in exit functions of its own, which run before what was
+registered before them.
+"""
+
+from __future__ import annotations
+
+import atexit
+
+__all__ = ["INTERPRETER"]
+
+
+class _Interpreter:
+    """An object, for finalizers to hold: modules are emptied before the last of them run."""
+
+    is_leaving = False
+
+    def leave(self) -> None:
+        self.is_leaving = True
+
+
+INTERPRETER = _Interpreter()
+atexit.register(INTERPRETER.leave)
