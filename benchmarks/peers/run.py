@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -106,10 +107,15 @@ def figures_of(peer: Peer, python: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise Failed(f"not done after {LIMIT_S} s") from None
     if run.returncode:
-        said = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-        raise Failed(said[-1][:300])
+        raise Failed(_reason(run.stderr.strip().splitlines()) or f"exit code {run.returncode}")
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     return found
+
+
+def _reason(said: list[str]) -> str:
+    """The error's first line, where a traceback ends with one; the last line otherwise."""
+    errors = [line for line in said if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    return (errors or said or [""])[-1][:300]
 
 
 def measured(peers: list[Peer], rounds: int) -> dict[str, dict[str, Any]]:

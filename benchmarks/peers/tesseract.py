@@ -32,7 +32,7 @@ def main():
     os.environ["PYTHONPATH"] = str(HERE)
     with tempfile.TemporaryDirectory(dir=RAM) as folder:
         more = {"output_path": folder, "experimental_binref_pool": True} if encoding == "json+binref" else {}
-        more["python_executable"] = sys.executable
+        more |= {"python_executable": sys.executable, "startup_timeout": 120.0}  # torch from a cold disk
         with Tesseract.from_source(HERE / "tesseract_api.py", output_format=encoding, **more) as tesseract:
             if mode == "jax":
                 rows = under_jax(tesseract)
