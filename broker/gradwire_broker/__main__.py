@@ -24,7 +24,7 @@ def main(lifeline_fd: int) -> int:
     """Serve the program that started this process, until it ends. Returns the exit code."""
     process.reset_signals()
     process.raise_descriptor_limit()
-    os.umask(0o077)
+    umask = os.umask(0o077)  # for its own files; workers keep what the user has
     lifeline = Lifeline.inherited(lifeline_fd)
     config = lifeline.receive_nowait()
     assert isinstance(config, BrokerConfig)
@@ -33,15 +33,15 @@ def main(lifeline_fd: int) -> int:
     except NoRuntimeFolder as error:
         return _could_not(lifeline, str(error))
     try:
-        return _serve(config, lifeline, folder)
+        return _serve(config, lifeline, folder, umask)
     finally:
         folder.remove()
 
 
-def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder) -> int:
+def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder, umask: int) -> int:
     address = f"ipc://{folder.path}/broker.zmq"
     try:
-        broker = Broker(address, folder.path, config)
+        broker = Broker(address, folder.path, config, umask)
         broker.heed_signals()
         if not broker.belong_to(config.owner_pid, lifeline):
             return 0

@@ -41,8 +41,8 @@ UNKILLABLE_S = 2.0  # a killed process may hang in the kernel; the broker does n
 class Broker:
     """Serves until its owner ends or says so. Owns the router and all workers, not the folder."""
 
-    def __init__(self, address: str, folder: Path, config: BrokerConfig) -> None:
-        self._folder, self._lent = folder, Lent(config.lent_to_workers, [])
+    def __init__(self, address: str, folder: Path, config: BrokerConfig, umask: int) -> None:
+        self._folder, self._lent, self._umask = folder, Lent(config.lent_to_workers, []), umask
         self._allow, self._expected = config.allow, config.expected_workers
         self._is_shared = bool(config.name)
         self._workers: dict[bytes, Worker] = {}
@@ -334,6 +334,7 @@ class Broker:
             allow=self._allow,
             listen=self._far_host,
             keys=self._keys,
+            umask=self._umask,
         )
 
     def _cancel(self, client: bytes, request: int) -> None:

@@ -71,6 +71,7 @@ class Place(NamedTuple):
     allow: list[str] | None
     listen: str
     keys: str
+    umask: int
 
 
 class Worker:
@@ -177,6 +178,7 @@ class Worker:
             allow=place.allow,
             listen=place.listen,
             keys=place.keys,
+            umask=place.umask,
         )
 
     def _environment(self, base: dict[str, str], python: str) -> dict[str, str]:

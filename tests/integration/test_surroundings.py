@@ -126,6 +126,20 @@ def test_however_a_program_is_started(start: str, tmp_path: Path) -> None:
     assert run(code, tmp_path, *before, options=options) == (fine * "fine ", heard * SAID)
 
 
+def test_user_code_writes_files_as_its_program_would(tmp_path: Path) -> None:
+    (tmp_path / "writes.py").write_text("def write(path):\n    open(path, 'w').close()\n")
+    before = os.umask(0o027)
+    try:
+        with gw.connect() as bridge:
+            bridge.worker("numpy", path=[tmp_path]).function("writes:write")(str(tmp_path / "made"))
+            assert bridge._link.folder is not None
+            sockets = [path.lstat().st_mode for path in Path(bridge._link.folder).iterdir()]
+    finally:
+        os.umask(before)
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o640
+    assert len(sockets) >= 3 and not any(mode & 0o077 for mode in sockets)
+
+
 # ---- Folders -------------------------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,8 @@ class BrokerReady(NamedTuple):
 class WorkerConfig(NamedTuple):
     """To a worker: all it is told about itself. ``incarnation`` and ``token`` are hexadecimal.
 
-    listen, keys: a host at tcp where it is reached too, at a port of its choice, and the folder of keys; or "".
+    listen, keys: a host at tcp where it is reached too, at a port of its choice, and the folder of keys; or "". umask: of the
+    program that the broker was started by, for the files of user code.
     """
 
     broker_pid: int
@@ -86,6 +87,7 @@ class WorkerConfig(NamedTuple):
     allow: Optional[list[str]]
     listen: str
     keys: str
+    umask: int
 
 
 class Doing(NamedTuple):

@@ -50,8 +50,9 @@ def main(lifeline_fd: int) -> int:
     lifeline = Lifeline.inherited(lifeline_fd)
     config = lifeline.receive_nowait()
     assert isinstance(config, WorkerConfig)
+    own_umask = os.umask(config.umask)
     try:
-        desk, engine = _start(config, lifeline)
+        desk, engine = _start(config, lifeline, own_umask)
         lifeline.send_nowait(WorkerReady(_info(engine), desk.far_endpoint))
     except CannotStart as error:
         lifeline.send_nowait(CouldNot(str(error).encode("utf-8", "backslashreplace").decode()[-MOST_TEXT:]))
@@ -74,8 +75,8 @@ def _heed(lifeline: Lifeline, desk: Any, engine: Any) -> bool:
         return False
 
 
-def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, Any]:
-    """The desk, listening, and the framework's engine."""
+def _start(config: WorkerConfig, lifeline: Lifeline, own_umask: int) -> tuple[Any, Any]:
+    """The desk, listening, and the framework's engine. ``own_umask``: of the sockets; all else is the user's."""
     if os.getppid() != config.broker_pid:
         raise CannotStart(
             f"{sys.executable} was not started by the broker itself: if the interpreter that you named is a script, "
@@ -91,7 +92,9 @@ def _start(config: WorkerConfig, lifeline: Lifeline) -> tuple[Any, Any]:
     make_desk = _import_desk()
     sys.path[:0] = [folder for folder in config.path if folder not in sys.path]
     lifeline.send_nowait(Doing("opening its sockets"))
+    os.umask(own_umask)
     desk = _open_desk(make_desk, config, engine)
+    os.umask(config.umask)
     _load_named(config, desk, lifeline)
     faulthandler.unregister(process.DUMP_STACK)
     return desk, engine
