@@ -14,6 +14,7 @@ first use too, so that a program pays for it when it connects and not when it st
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from gradwire import exits  # noqa: F401 (registered before what the program registers, see there)
@@ -98,7 +99,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _FACES:
-        return importlib.import_module(f"gradwire.{name}")
+        return _face(name)
     if name not in _HOMES:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOMES[name]}"), name)
@@ -107,3 +108,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _face(name: str) -> Any:
+    try:
+        return importlib.import_module(f"gradwire.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ModuleNotFoundError(
+            f"gw.{name} is for programs that have {name} themselves, and this one's environment ({sys.prefix}) has none. "
+            "What a worker has is in the worker's environment",
+            name=name,
+        ) from None

@@ -12,7 +12,14 @@ import numpy as np
 from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
 from gradwire.greenlets import check_none
-from gradwire.orders import checked_framework, checked_seconds, checked_shape, checked_spec, with_environment
+from gradwire.orders import (
+    checked_dtype,
+    checked_framework,
+    checked_seconds,
+    checked_shape,
+    checked_spec,
+    with_environment,
+)
 from gradwire.restarts import Restarts
 from gradwire.worker import Worker, belongs_here
 from gradwire_wire.control import Present
@@ -91,6 +98,10 @@ class Bridge:
         self._naming, self._attaching = threading.RLock(), threading.RLock()
         self._closed = False
         link.every_second(self._every_second)
+
+    def __repr__(self) -> str:
+        workers = ", ".join(map(repr, list(self._workers))) or "none"
+        return "<gradwire.Bridge closed>" if self._closed else f"<gradwire.Bridge with workers: {workers}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise belongs_here(self)
@@ -212,11 +223,11 @@ class Bridge:
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Figures by worker (see `Worker.stats`)."""
-        return {name: worker.stats() for name, worker in self._workers.items()}
+        return {name: worker.stats() for name, worker in list(self._workers.items())}
 
     def last_error(self) -> GradwireError | None:
         """The last error a call on this bridge raised: compiled code shows its text only."""
-        noted = [w.last_error for w in self._workers.values() if w.last_error is not None]
+        noted = [w.last_error for w in list(self._workers.values()) if w.last_error is not None]
         return max(noted, key=lambda entry: entry[0])[1] if noted else None
 
     def trace(self, path: str | os.PathLike[str], *, capacity: int = 1 << 16) -> Trace:
@@ -243,7 +254,7 @@ class Bridge:
         later, and copies it if it must not. Shared with forked children. Free again when the last view is gone.
         """
         self._check_usable()
-        return self._memory.empty(checked_shape(shape), dtype)
+        return self._memory.empty(checked_shape(shape), checked_dtype(dtype))
 
     def _every_second(self) -> None:
         for worker in list(self._workers.values()):

@@ -39,7 +39,10 @@ def was_closed(name: str, was_running: bool) -> ClosedError:
     """By this program."""
     if was_running:
         return ClosedError(f"worker {name!r} or its bridge was closed while it worked on this call")
-    return ClosedError(f"worker {name!r} was closed; make a new one with bridge.worker(...)")
+    return ClosedError(
+        f"worker {name!r} was closed, itself or with its bridge; make a new one with bridge.worker(...), of a new "
+        "gradwire.connect() if the bridge is closed"
+    )
 
 
 def was_lost(name: str) -> ProtocolError:

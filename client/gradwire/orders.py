@@ -8,11 +8,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradwire.worker_records import WorkerSpec
 from gradwire_wire.control import FRAMEWORKS
 from gradwire_wire.errors import UsageError
 
 __all__ = [
+    "checked_dtype",
     "checked_framework",
     "checked_python",
     "checked_seconds",
@@ -64,10 +67,23 @@ def with_environment(requirements: Sequence[str] | None, spec: WorkerSpec) -> Wo
     return spec._replace(python=environments.build(requirements, spec.python).python)
 
 
+_MEANT = {
+    **{framework: repr(framework) for framework in FRAMEWORKS},
+    "pytorch": "'torch'",
+    "tf": "'tensorflow'",
+    "keras": "'tensorflow', or the framework of its backend",
+    "flax": "'jax'",
+}
+
+
 def checked_framework(framework: str) -> str:
     """A framework that there is."""
     if framework not in FRAMEWORKS:
-        raise UsageError(f"there is no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
+        meant = _MEANT.get(str(framework).lower())
+        raise UsageError(
+            f"there is no framework {framework!r}; there are {', '.join(FRAMEWORKS)}"
+            + (f". Did you mean {meant}?" if meant else "")
+        )
     return framework
 
 
@@ -160,6 +176,16 @@ def checked_target(target: Any) -> str:
     except UnicodeEncodeError as error:
         raise UsageError(f"the target {target!r:.80} cannot be sent: {error}") from None
     return target
+
+
+def checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """One of numpy's."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise UsageError(
+            f"dtype={dtype!r:.80} is none of numpy's; write it as in numpy.float32 or 'float32'"
+        ) from None
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:

@@ -105,6 +105,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 class Remote:
     """Call it like the function it stands for: tensors of one framework in, tensors of that framework out."""
 
+    # Without a dictionary: `remote.timeout = 5` would be taken, and do nothing.
+    __slots__ = ("__weakref__", "_background", "_options", "_routes", "_sites", "handle")
+
     def __init__(self, handle: Handle, background: Background, options: Options | None = None) -> None:
         self.handle = handle
         self._background = background
@@ -117,6 +120,16 @@ class Remote:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise stays_here("remote", self)
+
+    if not TYPE_CHECKING:  # which is to find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"'Remote' object has no attribute {name!r}: only a call reaches what is in the worker. For another method of it give "
+                "worker.module() a factory whose result does that when it is called; weights are in state_dict()",
+                name=name,
+                obj=self,
+            )
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The call. Blocks until the worker answers, dies, or ``options(timeout=...)`` passes.
@@ -493,6 +506,8 @@ class Remote:
 class Optimizer:
     """An optimizer in the worker. Its methods wait for what compiled programs have dispatched."""
 
+    __slots__ = ("_number", "_remote", "_target")
+
     def __init__(self, remote: Remote, target: str, number: int) -> None:
         self._remote, self._target, self._number = remote, target, number
 
@@ -501,6 +516,21 @@ class Optimizer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise stays_here("optimizer", self, " Its values can be saved: optimizer.state_dict().")
+
+    if not TYPE_CHECKING:  # which is to find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"'Optimizer' object has no attribute {name!r}: its options are in the worker, to be changed by set(lr=...) and read "
+                "in state_dict()",
+                name=name,
+                obj=self,
+            )
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in self.__slots__:
+                getattr(self, name)
+            super().__setattr__(name, value)
 
     def _change(self, verb: str, *args: Any) -> Any:
         return self._remote._change(verb, self._number, *args)

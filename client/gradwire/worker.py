@@ -11,13 +11,14 @@ from typing import Any
 from gradwire.background import Background
 from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
+from gradwire.endings import was_closed
 from gradwire.families import barrier, exported, is_leaf
 from gradwire.handle import Handle
 from gradwire.orders import checked_target
 from gradwire.remote import Remote
 from gradwire.restarts import MOST_EARLY_ENDS, Restarts
 from gradwire.worker_records import WorkerFacts, WorkerSpec
-from gradwire_wire.errors import ClosedError, GradwireError, UsageError, WorkerStartError
+from gradwire_wire.errors import GradwireError, UsageError, WorkerStartError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.structures import flatten, positional
 
@@ -179,7 +180,7 @@ class Worker:
 
     def _check_open(self) -> None:
         if self._closed or self._ending.is_set():
-            raise ClosedError(f"worker {self.name!r} was closed; make a new one with bridge.worker(...)")
+            raise was_closed(self.name, was_running=False)
 
     @property
     def _facts(self) -> WorkerFacts:

@@ -112,6 +112,7 @@ def test_numbers_of_numpy_are_numbers(numpy_worker: gw.Worker) -> None:
         (lambda w, b: w.module(None), "a target is named by a text"),
         (lambda w, b: b.empty(-1), "a shape is a natural number"),
         (lambda w, b: b.empty((2, 2.5)), "a shape is a natural number"),
+        (lambda w, b: b.empty(2, "flaot32"), "none of numpy's"),
         (lambda w, b: gw.connect(5), "path of a .toml file"),
         (lambda w, b: gw.connect(start_timeout=0), "start_timeout=0"),
         (lambda w, b: gw.connect(start_timeout="5"), "start_timeout='5'"),
@@ -131,6 +132,23 @@ def test_wrong_arguments_of_the_public_api(
 ) -> None:
     with pytest.raises(gw.UsageError, match=said):
         use(numpy_worker, shared_bridge)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda remote, optimizer: remote.forward(X), "only a call reaches"),
+        (lambda remote, optimizer: setattr(remote, "timeout", 5), "no attribute 'timeout'"),
+        (lambda remote, optimizer: setattr(optimizer, "lr", 0.1), r"set\(lr="),
+        (lambda remote, optimizer: optimizer.param_groups, "state_dict"),
+    ],
+)
+def test_attributes_that_a_proxy_does_not_have(
+    numpy_worker: gw.Worker, use: Callable[..., object], said: str
+) -> None:
+    remote = numpy_worker.function("any_framework:double")
+    with pytest.raises(AttributeError, match=said):
+        use(remote, gw.Optimizer(remote, "a:b", 0))
 
 
 def test_a_function_loaded_as_a_module_is_said_to_be_one(numpy_worker: gw.Worker) -> None:
@@ -154,12 +172,14 @@ def test_a_deadline(numpy_worker: gw.Worker) -> None:
 def test_a_closed_bridge_and_worker() -> None:
     bridge = gw.connect()
     worker = bridge.worker("numpy")
+    assert repr(bridge) == "<gradwire.Bridge with workers: 'numpy'>"
     remote = worker.function("operator:neg")
     worker.close()
     with pytest.raises(gw.ClosedError, match=r"bridge\.worker"):
         remote(X)
     bridge.close()
     bridge.close()
+    assert repr(bridge) == "<gradwire.Bridge closed>"
     with pytest.raises(gw.ClosedError, match="connect"):
         bridge.worker("numpy")
 

@@ -65,6 +65,11 @@ def test_every_public_name_is_there_and_only_those() -> None:
         gw.conect
 
 
+def test_a_face_whose_framework_is_not_here() -> None:
+    code = "import sys, gradwire\nsys.modules['torch'] = None\ntry: gradwire.torch\nexcept ModuleNotFoundError as error: print(error)"
+    assert "for programs that have torch" in " ".join(printed_by(code))
+
+
 def test_threads_may_look_for_the_first_names_at_once() -> None:
     code = """
 import sys, threading

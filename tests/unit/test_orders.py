@@ -44,7 +44,7 @@ def test_env_takes_text_numbers_and_paths_and_none_removes() -> None:
     [
         (
             {"framework": "pytorch"},
-            "there is no framework 'pytorch'; there are torch, tensorflow, jax, numpy",
+            "there is no framework 'pytorch'; there are torch, tensorflow, jax, numpy. Did you mean 'torch'",
         ),
         ({"framework": None}, "there is no framework None"),
         ({"name": ""}, "a worker's name is a text"),

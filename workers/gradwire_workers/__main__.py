@@ -34,7 +34,7 @@ from gradwire_wire.lifeline import (
 )
 
 NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
-FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu (or tensorflow)"}
+FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu"}
 BUILT = "gradwire-environment.json"  # lies in an environment that gradwire built from requirements
 MOST_TEXT = 60_000  # characters of one message; a packet holds about 200 kB
 
