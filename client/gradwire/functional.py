@@ -152,5 +152,10 @@ class Functional:
         self, parameters: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Site, list[Any]]:
         """The site of this call, and its operands: those of the parameters first (after a traced seed)."""
+        if not isinstance(parameters, Mapping):
+            raise UsageError(
+                f"the first argument of apply must be the parameters, a dict of tensors by name as functional() gave it; this is "
+                f"{parameters!r:.80}"
+            )
         structure, leaves = flatten([[dict(parameters), *args], kwargs], is_leaf)
         return self.site(structure), [*self.remote.seed_operand, *leaves]

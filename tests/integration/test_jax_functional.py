@@ -128,6 +128,9 @@ def test_parameters_left_out_stay_the_modules_own(net: gw.Remote) -> None:
     apply, params = gw.jax.functional(net.eval())
     some = {"0.weight": params["0.weight"]}
     np.testing.assert_allclose(apply(some, X), net(X), rtol=1e-6)
+    for forgotten in (X, None):
+        with pytest.raises(gw.UsageError, match="the first argument of apply must be the parameters"):
+            apply(forgotten, X)
     with pytest.raises(gw.UsageError, match=r"no parameter 'nonsense'.*0\.weight"):
         apply({"nonsense": params["0.weight"]}, X)
     with pytest.raises(gw.UsageError, match=r"0\.bias.*shape"):

@@ -282,6 +282,12 @@ def test_a_weight_tied_between_two_remotes_and_a_layer_here(worker_of: Workers, 
 def test_tied_parameters_and_buffers_that_are_not_saved(worker_of: Workers, in_torch: Any) -> None:
     remote = worker_of("torch").module("in_torch:Tied")
     x = X.float()
+    remote.requires_grad_(False, "second")  # and with it the weight, which has the name of the first
+    learns = {name: p.requires_grad for name, p in gw.torch.Module(remote).named_parameters()}
+    assert learns == {"first.weight": False, "first.bias": True, "second.bias": False}
+    with pytest.raises(gw.UsageError, match=r"first.weight is in parameters\[0\] and in parameters\[1\]"):
+        remote.optimizer("torch.optim:SGD", [{"names": "first"}, {"names": "second"}], lr=0.1)
+    remote.requires_grad_(True)
     for buffers in ("worker", "explicit"):
         net, local = gw.torch.Module(remote, buffers=buffers), in_torch.Tied()
         assert net.state_dict().keys() == local.state_dict().keys()

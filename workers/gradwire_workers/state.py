@@ -125,7 +125,7 @@ class State:
         self._load_state_dict(program, checkpoints.read(path), strict)
 
     def _requires_grad(self, program: Program, flag: bool, names: list[str] | None = None) -> None:
-        program.requires_grad(bool(flag), selected(names, program.parameters()))
+        program.requires_grad(bool(flag), _meant(names, program))
 
     # -- optimizers ------------------------------------------------------------------------------
 
@@ -194,6 +194,13 @@ class State:
         self._ask(program, number, "load_state_dict")(state)
 
 
+def _meant(names: Any, program: Program) -> list[str]:
+    """The parameters that these names mean, also by a further name of one that is tied: freezing a part freezes what it shares."""
+    own, aliases = program.parameters(), program.aliases()
+    meant = {aliases.get(name, name) for name in selected(names, [*own, *aliases])}
+    return [name for name in own if name in meant]
+
+
 def _is_number(carrier: Carrier) -> bool:
     """Of one of numpy's own types: memory of others stands for something else."""
     return carrier.array.ndim == 0 and carrier.array.dtype.name == carrier.dtype.name
@@ -201,7 +208,6 @@ def _is_number(carrier: Carrier) -> bool:
 
 def _resolved(groups: list[Any], program: Program) -> list[dict[str, Any]]:
     """The groups with every parameter by its own name, each in at most one of them."""
-    names = program.parameters()
     found: list[dict[str, Any]] = []
     taken: dict[str, int] = {}
     for i, group in enumerate(groups):
@@ -210,7 +216,7 @@ def _resolved(groups: list[Any], program: Program) -> list[dict[str, Any]]:
                 f"parameters[{i}] must be a dict with the names of its parameters and their options, such as "
                 f'{{"names": ["encoder"], "lr": 1e-4}}, not {group!r:.80}'
             )
-        members = selected(group["names"], names)
+        members = _meant(group["names"], program)
         twice = [name for name in members if name in taken]
         if twice:
             raise UsageError(
