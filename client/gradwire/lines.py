@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +26,19 @@ from gradwire_wire.sockets import ClientKeys, Dealer, SocketError, Unreachable
 __all__ = ["Line", "Lines", "fits", "lanes_wanted", "pages_wanted"]
 
 Line = Lane | Dealer
-_in_flight: set[Line] = set()
-"""Lines that carry a call of this process right now, to whatever worker."""
+MOST_ASIDE_S = 30.0
+"""How long a late reply is waited for: after that, whoever was interrupted had perhaps read it already."""
+_in_flight: set[int] = set()
+"""The ids of the lines that carry a call of this process right now, to whatever worker.
+
+Whoever is interrupted between two steps may lose a line: it is closed when it is collected, and is none of these any more.
+"""
+
+
+def _noted(line: Any) -> Any:
+    """A line that was just made."""
+    weakref.finalize(line, _in_flight.discard, id(line)).atexit = False
+    return line
 
 
 def lanes_wanted() -> bool:
@@ -67,7 +80,7 @@ class Lines:
         self._numbers = itertools.count(1)
         self._lanes: deque[Lane] = deque()
         self._dealers: deque[Dealer] = deque()
-        self.aside: deque[Line] = deque()
+        self.aside: deque[tuple[Line, float]] = deque()  # and since when
 
     def check_out(self, nbytes: int, frames: int) -> Line:
         """A line for a message of so many bytes and further frames. Nobody else has it until `check_in`."""
@@ -79,15 +92,15 @@ class Lines:
             opened = self._open_page_lane() or self._open_lane()
             if opened is None:
                 return self.check_out_dealer()
-            line = opened
-        _in_flight.add(line)
+            line = _noted(opened)
+        _in_flight.add(id(line))
         line.is_alone = len(_in_flight) == 1
         return line
 
     def check_out_dealer(self) -> Dealer:
         """A line by ZeroMQ, which takes every message. MemoryExhaustedError where this process has no descriptor left."""
         line = self._dealer()
-        _in_flight.add(line)
+        _in_flight.add(id(line))
         return line
 
     def _dealer(self) -> Dealer:
@@ -96,7 +109,8 @@ class Lines:
         except IndexError:
             identity = self._client_id + next(self._numbers).to_bytes(4, "big")
         try:
-            return Dealer(self._endpoint, identity, self._look_ms, self._keys)
+            made: Dealer = _noted(Dealer(self._endpoint, identity, self._look_ms, self._keys))
+            return made
         except SocketError as error:
             raise MemoryExhaustedError(
                 f"this process cannot open a further line to its worker: {error}. Close files, call from fewer threads "
@@ -134,7 +148,7 @@ class Lines:
 
     def check_in(self, line: Line) -> None:
         """The call is over and its reply was read."""
-        _in_flight.discard(line)
+        _in_flight.discard(id(line))
         if isinstance(line, Dealer):
             self._dealers.append(line)
         else:
@@ -142,26 +156,28 @@ class Lines:
 
     def drop(self, line: Line) -> None:
         """The line is broken, or whatever comes on it is wanted no more."""
-        _in_flight.discard(line)
+        _in_flight.discard(id(line))
         line.close()
 
     def set_aside(self, line: Line) -> None:
         """The call was abandoned: the line is good again once the late reply has been read."""
-        _in_flight.discard(line)
-        self.aside.append(line)
+        _in_flight.discard(id(line))
+        self.aside.append((line, time.monotonic()))
 
     def collect(self, decline: Callable[[Line, list[bytes] | int], Any]) -> None:
         """Give late replies that have come in to ``decline``, with their lines, which go back to the pool."""
         for _ in range(len(self.aside)):
             try:
-                line = self.aside.popleft()
+                line, since = self.aside.popleft()
             except IndexError:
                 return
             try:
                 frames = line.receive_nowait()
-                if frames is None:
-                    self.aside.append(line)
+                if frames is None and time.monotonic() - since < MOST_ASIDE_S:
+                    self.aside.append((line, since))
                     continue
+                if frames is None:
+                    raise Unreachable("no late reply")
                 decline(line, frames)
             except (Unreachable, ProtocolError):  # a late lie harms no other call
                 line.close()
@@ -170,6 +186,8 @@ class Lines:
 
     def close(self) -> None:
         """Close every line that is not in use."""
-        for lines in (self._lanes, self._dealers, self.aside):
+        for lines in (self._lanes, self._dealers):
             while lines:
                 lines.pop().close()
+        while self.aside:
+            self.aside.pop()[0].close()

@@ -441,7 +441,7 @@ class Desk:
             ):
                 frames = [_by_memory(session, reply.message.call_id, frames)]
         except Exception as error:  # longer than the client would read, or text that is none
-            _take_back(session, reply)
+            self._take_back(session, reply)
             frames, is_done = [messages.pack(faults.failed(reply.message.call_id, error))], False
         try:
             try:
@@ -449,7 +449,7 @@ class Desk:
             except TooLong:
                 self._send_shortened(session, reply, frames, line)
         except sockets.Unreachable:
-            _take_back(session, reply)
+            self._take_back(session, reply)
             return False
         return is_done
 
@@ -468,8 +468,14 @@ class Desk:
         try:
             return _by_memory(session, reply.message.call_id, frames)
         except GradwireError as error:
-            _take_back(session, reply)
+            self._take_back(session, reply)
             return messages.pack(faults.failed(reply.message.call_id, error))
+
+    def _take_back(self, session: Session | None, reply: Reply) -> None:
+        """The reply was not sent: what it would have lent comes back, and nobody knows its token."""
+        if session is not None and type(reply.message) is Done:
+            session.exchange.take_back(reply.message.headers)
+            self._residuals.release([reply.message.token], session.client_id)
 
     def _done(
         self,
@@ -558,6 +564,7 @@ class Desk:
             return self._done(session, call_id, exported, structure, kept, ns)
         except sockets.Unreachable:
             session.exchange.take_back_loans(loans)
+            self._residuals.release([kept], session.client_id)
         return None
 
     def _run_short(
@@ -721,12 +728,6 @@ def _by_memory(session: Session, call_id: int, frames: Sequence[bytes]) -> bytes
             f"{sum(map(len, frames))} bytes of reply cannot be shared: too many results are held at once. Drop some"
         )
     return messages.pack(Long(call_id, headers))
-
-
-def _take_back(session: Session | None, reply: Reply) -> None:
-    """The reply was not sent: what it would have lent comes back."""
-    if session is not None and type(reply.message) is Done:
-        session.exchange.take_back(reply.message.headers)
 
 
 def _never(_: Any) -> bool:
