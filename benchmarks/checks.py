@@ -25,7 +25,7 @@ from gradwire.plans import signature_of
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.exchange import dense_strides
-from gradwire_wire.headers import Header, checked_header, checked_place, inline, packed, small_layout
+from gradwire_wire.headers import Header, check_place, checked_header, inline, packed, small_layout
 from gradwire_wire.structures import positional
 from gradwire_wire.tensors.numpy import export_all
 
@@ -72,7 +72,7 @@ def planned_worker(arrays: list[np.ndarray], is_shared: bool) -> Callable[[], ob
 
     def act() -> None:
         for aval, nbytes in avals:
-            checked_place(aval, nbytes, 1, 4096, 3, 0, lambda number: SEGMENT_NBYTES)
+            check_place(aval, nbytes, 1, 4096, 3, 0, lambda number: SEGMENT_NBYTES)
 
     return act
 

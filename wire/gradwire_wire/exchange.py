@@ -32,7 +32,7 @@ import numpy as np
 from gradwire_wire import messages
 from gradwire_wire.arena import Arena, Slot
 from gradwire_wire.carriers import Aval, Carrier
-from gradwire_wire.dtypes import BY_NAME
+from gradwire_wire.dtypes import BY_NAME, DType
 from gradwire_wire.errors import (
     ClosedError,
     GradwireError,
@@ -44,8 +44,8 @@ from gradwire_wire.errors import (
 from gradwire_wire.headers import (
     IS_COPIED,
     Header,
+    check_place,
     checked_header,
-    checked_place,
     inline,
     packed,
     small_layout,
@@ -431,37 +431,47 @@ class Exchange:
         h = checked_header(raw, self._nbytes_of, len(frames))
         place = h.place
         if type(place) is int:
-            return self._leased(h, place, h.nbytes)
+            return self._leased(place, h.nbytes, h.byte_offset, h.loan, h.flags, h.shape, h.dtype, _steps(h))
         data = place if type(place) is bytes else frames[place[0]]  # type: ignore[index]
         if len(data) != h.nbytes:
             raise ProtocolError(f"{len(data)} bytes in a frame whose header describes {h.nbytes}")
         try:
             array = np.ndarray(h.shape, _NUMPY[h.dtype], bytearray(data), strides=_steps(h))
         except ValueError as error:
-            raise _not_here(h, error) from error
+            raise _not_here(h.shape, error) from error
         return Carrier(array, h.dtype, True)
 
-    def _leased(self, h: Header, number: int, nbytes: int) -> Carrier:
+    def _leased(
+        self,
+        number: int,
+        nbytes: int,
+        offset: int,
+        loan: int,
+        flags: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        steps: tuple[int, ...] | None = None,
+    ) -> Carrier:
         segment = self._theirs.get(number)
         if segment is None:
             raise ClosedError("the connection was closed while its reply was read")
-        if not 0 < h.loan < Ledger.LOANS:
-            raise ProtocolError(f"a header in a segment, with loan {h.loan}")
+        if not 0 < loan < Ledger.LOANS:
+            raise ProtocolError(f"a header in a segment, with loan {loan}")
         if not segment.is_mapped:
             self._map(segment)
-        lease = Lease(segment, h.byte_offset, nbytes, h.loan, self._ours, bool(h.flags & IS_COPIED))
+        lease = Lease(segment, offset, nbytes, loan, self._ours, bool(flags & IS_COPIED))
         try:
-            view = segment.view(h.shape, _NUMPY[h.dtype], _steps(h), lease)
-            return Carrier(view, h.dtype, lease.owned or not segment.is_sealed)
+            view = segment.view(shape, _NUMPY[dtype], steps, lease)
+            return Carrier(view, dtype, lease.owned or not segment.is_sealed)
         except ValueError as error:
-            raise _not_here(h, error) from error
+            raise _not_here(shape, error) from error
 
     def borrow_shared(
         self, aval: Aval, nbytes: int, number: int, offset: int, loan: int, flags: int
     ) -> Carrier:
         """`borrow` for a C-contiguous tensor whose shape and dtype are known: everything else is checked here."""
-        h = checked_place(aval, nbytes, number, offset, loan, flags, self._nbytes_of)
-        return self._leased(h, number, nbytes)
+        check_place(aval, nbytes, number, offset, loan, flags, self._nbytes_of)
+        return self._leased(number, nbytes, offset, loan, flags, *aval)
 
     def _map(self, segment: ForeignSegment) -> None:
         with self._memory.lock:
@@ -615,9 +625,9 @@ def _dense_bytes(array: np.ndarray) -> tuple[bytes, tuple[int, ...] | None]:
     return bytes(data), strides
 
 
-def _not_here(h: Header, error: Exception) -> UnsupportedTensorError:
+def _not_here(shape: tuple[int, ...], error: Exception) -> UnsupportedTensorError:
     return UnsupportedTensorError(
-        f"numpy {np.__version__} here cannot have an array of shape {h.shape}: {error}"
+        f"numpy {np.__version__} here cannot have an array of shape {shape}: {error}"
     )
 
 

@@ -34,7 +34,7 @@ __all__ = [
     "READ_ONLY",
     "Header",
     "checked_header",
-    "checked_place",
+    "check_place",
     "extent",
     "inline",
     "packed",
@@ -128,7 +128,7 @@ def checked_header(raw: Any, segment_nbytes: Callable[[int], int], frames: int =
     return h
 
 
-def checked_place(
+def check_place(
     aval: Aval,
     nbytes: int,
     number: int,
@@ -136,17 +136,20 @@ def checked_place(
     loan: int,
     flags: int,
     segment_nbytes: Callable[[int], int],
-) -> Header:
-    """The header of a C-contiguous tensor in a segment, whose shape and dtype were checked before, and so its bytes."""
-    h = _header((number, byte_offset, loan, aval.shape, None, aval.dtype, CPU, flags))
-    is_inside = number >= 0 <= byte_offset and 0 < nbytes <= segment_nbytes(number) - byte_offset
-    if is_inside and 0 <= flags <= MAX_FLAGS and not byte_offset % (aval.dtype.bits // 8):
-        return h
+) -> None:
+    """As `checked_header` of a C-contiguous tensor in a segment, whose shape and dtype were checked before, and so its bytes."""
+    if (
+        0 < nbytes <= segment_nbytes(number) - byte_offset
+        and byte_offset >= 0
+        and 0 <= flags <= MAX_FLAGS
+        and not byte_offset % (aval[1][1] >> 3)
+    ):
+        return
     _natural(byte_offset, "byte offset")
     if flags > MAX_FLAGS:
         raise ProtocolError(f"unknown flags {flags}")
+    h = _header((number, byte_offset, loan, aval.shape, None, aval.dtype, CPU, flags))
     _check_place(h, number, segment_nbytes)
-    return h
 
 
 def small_layout(raw: Any) -> tuple[tuple[int, ...], DType] | None:
