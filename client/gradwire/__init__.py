@@ -107,7 +107,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """What is for users. Of the faces those that are loaded: who completes names looks at each, and would load the rest."""
+    return sorted({*__all__, *(name for name in globals() if name in _FACES or name.startswith("__"))})
 
 
 def _face(name: str) -> Any:
