@@ -120,6 +120,7 @@ class Derived:
 def moved(name: str) -> ResidualLostError:
     """The error of a forward that cannot be repeated, because its module is another by now."""
     return ResidualLostError(
-        f"{name}: this derivative needs the forward again, and the module was changed since (a step, a load or a restart). "
-        "Run the forward again, or derive before the step; residuals='keep' keeps what it needs"
+        f"{name}: this derivative needs the forward again, and the module was changed since (a step, a load, a restart, or a call "
+        "in training mode, which moves BatchNorm's statistics). Run the forward again, or derive before the change; "
+        "residuals='keep' keeps what it needs"
     )

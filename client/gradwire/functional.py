@@ -86,6 +86,9 @@ class FunctionalHandle(Handle):
     @moves.setter
     def moves(self, value: int) -> None: ...
 
+    def _count_move(self) -> None:
+        self._module._count_move()
+
     @property
     def training(self) -> bool | None:
         """The mode of its calls; None where the module has no modes."""

@@ -55,7 +55,7 @@ class Handle:
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
         self.is_module = self._may_have_rules = False
         self.training: bool | None = None
-        self.moves = 0  # how often what a forward gives has changed: by a step, a load or a new life
+        self.moves = 0  # how often what a forward gives may have changed: by a step, a load, a new life, a training call
         self.stakes = Stakes()
         self.has_warned = False  # of regularizers
         self.asked: set[str] = set()  # occasions on which the worker was asked for them
@@ -199,7 +199,7 @@ class Handle:
         # (a token of a former life tells of its own loss)
         connection = self._ready() if is_plain else self._there()
         if self.is_module and site.training is not False:
-            self.stakes.raise_to(self._stake_of_call(site))
+            self._note_stake(site, is_plain)
         if is_plain:
             return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
         rows = token.tolist() if isinstance(token, np.ndarray) else token
@@ -216,6 +216,15 @@ class Handle:
                 if not getattr(error, "recompute", False):
                     raise
         return connection.evaluate(self._remote, site, word, list(carriers), keep, rows, token_ops)
+
+    def _note_stake(self, site: Site, is_plain: bool) -> None:
+        stake = self._stake_of_call(site)
+        self.stakes.raise_to(stake)
+        if is_plain and site.training and stake:
+            self._count_move()
+
+    def _count_move(self) -> None:
+        self.moves += 1
 
     def _stake_of_call(self, site: Site) -> Stake:
         """What a call may move that is not in evaluation mode: a module without modes may have any state."""
@@ -248,7 +257,7 @@ class Handle:
     ) -> Submission:
         """A call for the pipeline. See `gradwire.pipeline.Submission`."""
         if self.is_module and site.training is not False:
-            self.stakes.raise_to(self._stake_of_call(site))
+            self._note_stake(site, True)
         return pipeline.submission(self, self._remote, site, carriers, adopt, again)
 
     def note_death(self) -> None:

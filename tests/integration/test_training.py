@@ -313,3 +313,18 @@ def test_generations_after_a_step(worker_of: Workers) -> None:
     optimizer.step()
     with pytest.raises(gw.ResidualLostError):
         fourth.sum().backward()
+
+
+def test_r40_a_forward_is_not_computed_again_with_other_statistics(worker_of: Workers) -> None:
+    """Its gradient would be that of another function, without an error."""
+    import torch
+
+    net = worker_of("torch").module("in_torch:make_block", SIZES, batch_norm=True).eval()
+    again, x = net.options(residuals="recompute"), torch.tensor(X, requires_grad=True)
+    (y, pullback), here, owned = again.vjp(X), again(x), gw.torch.Module(again)(x)
+    pullback(np.ones_like(y))
+    net.train()(X)
+    net.eval()
+    for derive in (lambda: pullback(np.ones_like(y)), here.sum().backward, owned.sum().backward):
+        with pytest.raises(gw.ResidualLostError, match="a call in training mode, which moves"):
+            derive()

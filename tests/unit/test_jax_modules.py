@@ -126,10 +126,11 @@ def test_r40_statistics_move_once_for_each_training_forward(kind: str) -> None:
     program.train(False)
     call(program)
     pull(program)
-    assert not moves()
+    assert not moves() and not program.has_moved()
     program.train(True)
     _, kept = program.keep(site(program, accumulate=True), (), [X])
-    assert moves()
+    assert moves() and program.has_moved() and program.functional(False).has_moved()
+    assert not program.functional(True).has_moved()  # its statistics are the caller's
     before = program.state_dict()
     for _ in range(2):
         kept.derive(("T", (0,), 1), [BAR], keep=False, accumulate=True)

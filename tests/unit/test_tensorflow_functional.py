@@ -165,6 +165,10 @@ def test_explicit_buffers_come_and_go(compile: bool | None) -> None:
     assert buffers.keys() == base.buffers().keys() != {}
     assert_close(list(buffers.values()), list(base.buffers().values()))
     assert all((values(base)[name] != before[name]).any() for name in buffers)
+    assert not base.has_moved()  # by none of its calls
+    site, leaves = site_of([base.parameters(), x], training=True, compile=compile)
+    base.functional(False).run(site, (), leaves)
+    assert base.has_moved() and base.functional(False).has_moved() and not base.functional(True).has_moved()
 
 
 def test_parameters_that_are_not_given_stay_the_modules_own() -> None:

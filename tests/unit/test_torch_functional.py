@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire_wire.errors import ResidualLostError, UsageError
-from gradwire_wire.structures import flatten
+from gradwire_wire.structures import flatten, positional
 from gradwire_wire.tensors.torch import aval, is_tensor
 from gradwire_workers import torch as engine
 from gradwire_workers.program import WorkerSite
@@ -270,6 +270,38 @@ def test_explicit_buffers_come_and_go(make: Callable[[], nn.Module]) -> None:
         assert_equal(result.tensors[1:], list(moved.values()))
     pair.assert_untouched()
     assert all(torch.equal(a, b) for a, b in zip(leaves[len(pair.given) :], buffers.values(), strict=False))
+
+
+def test_what_moves_a_module_is_known() -> None:
+    """Where a forward would be computed again, or a caller has no parameter of what a call has made."""
+    base = engine.program(Pair(norm).net, is_module=True)
+    forms = [base, base.functional(False), base.functional(True)]
+    for mode in (False, True):
+        base.train(mode)
+        base.run(WorkerSite(positional(1), mode), (), [X])
+        assert [form.has_moved() for form in forms] == [mode, mode, False]
+    net = nn.Linear(4, 4).double()
+    plain = engine.program(net, is_module=True)
+    plain.run(WorkerSite(positional(1), True), (), [X])
+    assert not plain.has_moved()
+    with torch.no_grad():
+        net.weight.mul_(2)  # as a function of the user's may do, or another module that has it
+    assert plain.has_moved()
+
+
+class Late(nn.Linear):
+    """Makes a parameter when it is called."""
+
+    def forward(self, x: Any) -> Any:
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(4).double())
+        return super().forward(x) * self.late
+
+
+def test_a_parameter_that_a_call_makes_is_refused() -> None:
+    pair = Pair(lambda: Late(4, 4))
+    with pytest.raises(UsageError, match=r"'late' was made by a call.* Call the module once first"):
+        pair.gradients()
 
 
 def test_r40_its_spec_and_an_error_leave_the_module_alone() -> None:

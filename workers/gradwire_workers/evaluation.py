@@ -62,6 +62,7 @@ def evaluate(
             or site.training
             or site.training not in (None, program.training)
             or program.generation
+            or has_moved(program)
             or _is_of_a_former_life(program, call, residuals)
         ):
             raise _lost(asks_for_operands=False)
@@ -142,6 +143,12 @@ def _is_of_a_former_life(program: Program, call: Asked, residuals: Residuals) ->
     """
     token = call.token[0][0] if type(call.token) is list and call.token else call.token
     return program.is_module and bool(token) and not residuals.was_issued(token)
+
+
+def has_moved(program: Program) -> bool:
+    """See `gradwire_workers.program.Program.has_moved`; what does not say has nothing that could."""
+    asked = getattr(program, "has_moved", None)
+    return asked is not None and asked()
 
 
 def _lost(*, asks_for_operands: bool) -> ResidualLostError:

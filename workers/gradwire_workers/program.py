@@ -123,6 +123,13 @@ class Program(Protocol):
         ``differentiated(primals)``, which is the residual of the forward as these operations make it.
         """
 
+    def has_moved(self) -> bool:
+        """Whether calls, or other code, have changed the module's state in this generation: BatchNorm's statistics in training
+        mode, say. What it computes now in evaluation mode may then not be what an earlier forward did.
+
+        Asked where a forward would be computed again. A program without state leaves this out.
+        """
+
     def train(self, mode: bool) -> None:
         """Set the module's mode for the calls that follow."""
 

@@ -37,7 +37,9 @@ class Module(torch.nn.Module):
     Its parameters have the remote's names and begin with the remote's values; those frozen there do not require
     gradients. Train them with any ``torch.optim``: the worker's own parameters stay as they are. ``train()`` and ``eval()``
     set the mode of its own calls, whatever mode `Remote.train`, a deep copy or another module over the same remote is in.
-    It begins in the remote's mode. Its parts hold parameters and are never called: one cannot be replaced by another module.
+    It begins in the remote's mode. Its parts hold parameters and are never called: one cannot be replaced by another module, and they are
+    of none of torch's classes, so what looks for `nn.BatchNorm2d` or `nn.Linear` among ``modules()`` (``swa_utils.update_bn``, an
+    initialisation by ``apply``) finds none. Do that in the factory.
     A deep copy has parameters of its own and the same remote.
 
     Tensors go in the dtypes that they have, and parameters as they are here. ``torch.autocast`` has no effect inside of a

@@ -30,13 +30,16 @@ Word = Any
 class ModuleProgram:
     """See `gradwire_workers.program.Program`.
 
-    form: how a call's arguments become the model's. mode: of its calls, where that is not the module's own.
+    form: how a call's arguments become the model's. mode: of its calls, where that is not the module's own. buffers: whether
+    they are among a call's arguments.
     """
 
     is_module = rules_end = True
 
-    def __init__(self, store: Store, form: Form = without, mode: bool | None = None) -> None:
-        self._store, self._form, self._mode = store, form, mode
+    def __init__(
+        self, store: Store, form: Form = without, mode: bool | None = None, buffers: bool = False
+    ) -> None:
+        self._store, self._form, self._mode, self._has_buffers_given = store, form, mode, buffers
         self._core = Core(store, form, self._names())
 
     @classmethod
@@ -111,6 +114,9 @@ class ModuleProgram:
 
     # -- state -----------------------------------------------------------------------------------
 
+    def has_moved(self) -> bool:
+        return self._store.has_moved and not self._has_buffers_given
+
     def train(self, mode: bool) -> None:
         """A module without modes stays as it is: ``training`` is None."""
         if self._store.training is not None:
@@ -158,7 +164,9 @@ class ModuleProgram:
         self, buffers: bool, training: bool | None = None, trainable: bool | None = None
     ) -> ModuleProgram:
         form: Form = with_buffers if buffers else with_parameters
-        return ModuleProgram(self._store, form if trainable is None else InLayer(form, trainable), training)
+        return ModuleProgram(
+            self._store, form if trainable is None else InLayer(form, trainable), training, buffers
+        )
 
 
 class Owned:

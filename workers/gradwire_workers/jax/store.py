@@ -39,6 +39,7 @@ class Store:
         self.parameters, self.buffers = dict(model.parameters), dict(model.buffers)
         self.training = model.training
         self.generation = self.kinds = 0
+        self.has_moved = False
         self.frozen: set[str] = set()
         self.gradients: dict[str, Any] = {}
         self._entropy = np.random.default_rng()
@@ -79,6 +80,7 @@ class Store:
     def move_buffers(self, names: Sequence[str], values: Sequence[Any]) -> None:
         if any(self.buffers[n].dtype != x.dtype for n, x in zip(names, values)):
             self.kinds += 1
+        self.has_moved = self.has_moved or bool(names)
         self.buffers = {**self.buffers, **dict(zip(names, values))}
 
     def step(self, parameters: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ class TensorFlowProgram:
         self._gradients: dict[str, Any] = {}
         self._frozen: list[str] = []
         self._functions: OrderedDict[Any, SiteFunction] = OrderedDict()
+        self._before_training: str | None = None
 
     # ---- Calls -------------------------------------------------------------------------------------------------------
 
@@ -64,6 +66,8 @@ class TensorFlowProgram:
             site = replace(site, seed=None)
         found = self._functions.get((site, mode))
         if found is None:
+            if mode:
+                self.note_training()
             found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode, self._around)
             if len(self._functions) > MAX_SITES:
                 self._functions.popitem(last=False)
@@ -73,6 +77,21 @@ class TensorFlowProgram:
         return found
 
     # ---- State -------------------------------------------------------------------------------------------------------
+
+    def note_training(self) -> None:
+        """A call in training mode is about to be made: from the first one on, what is no parameter may change."""
+        if self._before_training is None and self._module.has_state:
+            self._before_training = self._digest()
+
+    def has_moved(self) -> bool:
+        return self._before_training is not None and self._before_training != self._digest()
+
+    def _digest(self) -> str:
+        """Of all variables that are no parameters."""
+        found = hashlib.blake2b(digest_size=16)
+        for value in self.buffers().values():
+            found.update(value.numpy().tobytes())
+        return found.hexdigest()
 
     def train(self, mode: bool) -> None:
         self._module.check_mode(mode)
@@ -169,7 +188,7 @@ class TensorFlowFunctional(TensorFlowProgram):
         trainable: bool | None,
     ) -> None:
         self._base, self._module, self._mode = base, module, training
-        self.is_module = True
+        self.is_module, self._has_buffers_given = True, buffers
         self._around = (WithBuffers if buffers else WithParameters)(module, trainable)
         self._gradients = base._gradients
         self._functions = OrderedDict()
@@ -192,6 +211,13 @@ class TensorFlowFunctional(TensorFlowProgram):
 
     def train(self, mode: bool) -> None:
         self._base.train(mode)
+
+    def note_training(self) -> None:
+        if not self._has_buffers_given:
+            self._base.note_training()
+
+    def has_moved(self) -> bool:
+        return not self._has_buffers_given and self._base.has_moved()
 
     def trainable_variables(self) -> dict[str, Any]:
         """None that pullbacks could add gradients to: they go to the caller."""

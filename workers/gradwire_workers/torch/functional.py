@@ -80,6 +80,10 @@ class _Places:
             _do(map(dict.update, parts, own))
             _do(map(setattr, modes, repeat("training"), modes.values()))
 
+    def knows(self, name: str) -> bool:
+        """Whether there was a parameter of this name when the module was looked at."""
+        return name in self._parameters
+
     def _is_looked_at(self) -> bool:
         """Whether the contents of parameters are compared: in the first calls of each mode."""
         key = (self._module.training, torch.is_grad_enabled())
@@ -146,6 +150,15 @@ class _WithParameters:
         """The function while the tensors of the call with these arguments are in place."""
         return self._places.call(args[0], {}, function)
 
+    def check_known(self) -> None:
+        """UsageError if a call has made a parameter, which the caller does not have and so would not train."""
+        late = [name for name, _ in self._module.named_parameters() if not self._places.knows(name)]
+        if late:
+            raise UsageError(
+                f"the parameter {late[0]!r} was made by a call, so the caller, who owns the others, does not have it. Call the "
+                "module once first (in its factory, say), and then make gw.torch.Module or the like of it"
+            )
+
     def own_parameters(self, args: Sequence[Any]) -> dict[str, Any]:
         """The module's own in whose place others are given."""
         return {name: x for name, x in self._module.named_parameters() if name in args[0]}
@@ -207,6 +220,7 @@ class _FunctionalFlat(TorchFlat):
     def __init__(self, target: Any, site: WorkerSite, device: Any, seen: dict[Any, int]) -> None:
         super().__init__(target, site, device)
         self._own_parameters, self._seen = target.own_parameters, seen
+        self._check_known = target.check_known
         self.given_as_leaves = _parameter_count(site.structure)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
@@ -215,6 +229,7 @@ class _FunctionalFlat(TorchFlat):
         if torch.is_grad_enabled() and self._seen.get(key, 0) < _LOOKS:
             args, _ = fill_call(self._site.structure, operands)
             leaves = own_leaves(results)
+            self._check_known()
             _check_reached(self._own_parameters(args), leaves)
             _check_of_this_call(args[0], leaves)
             if len(self._seen) >= _MAX_SEEN:
@@ -275,6 +290,7 @@ class TorchFunctional(TorchProgram):
         self._base, self._mode = base, training
         super().__init__(module, base._device or torch.device("cpu"))
         self._target: Any = (_WithBuffers if buffers else _WithParameters)(module, training, trainable)
+        self._has_buffers_given = buffers
         self._seen: dict[Any, int] = {}
 
     def trainable(self) -> list[Any]:
@@ -292,6 +308,13 @@ class TorchFunctional(TorchProgram):
     @generation.setter
     def generation(self, number: int) -> None:
         self._base.generation = number
+
+    def note_training(self) -> None:
+        if not self._has_buffers_given:
+            self._base.note_training()
+
+    def has_moved(self) -> bool:
+        return not self._has_buffers_given and self._base.has_moved()
 
     def _make_flat(self, target: Any, site: WorkerSite, device: Any) -> TorchFlat:
         return _FunctionalFlat(target, site, device, self._seen)

@@ -84,6 +84,8 @@ class TorchProgram:
         self._loaded_at = nodes_made()
         self._looked: dict[Any, int] = {}
         self._generation = 0
+        self._versions = [] if self._module is None else state.versions(self._module)
+        self._before_training: str | None = None
         self.is_module = self._module is not None
 
     @property
@@ -218,6 +220,8 @@ class TorchProgram:
                 "a torch worker runs functions eagerly, and options(compile=True) asks for compiling. "
                 "Leave it out, or apply torch.compile to the target in the worker's own code"
             )
+        if site.training:
+            self.note_training()
         return self._make_flat(self._target, site, self._device or _CPU)
 
     def _make_flat(self, target: Any, site: WorkerSite, device: Any) -> TorchFlat:
@@ -245,6 +249,19 @@ class TorchProgram:
         return self._has_rules
 
     # ---- State ---------------------------------------------------------------------------------------------------
+
+    def note_training(self) -> None:
+        """A call in training mode is about to be made: from the first one on, buffers may change."""
+        if self._before_training is None and self._module is not None:
+            self._before_training = state.digest(self._module)
+
+    def has_moved(self) -> bool:
+        """Parameters by torch's counters: a function of the user's, or another module that has them too, may have written."""
+        if self._module is None:
+            return False
+        if self._versions != state.versions(self._module):
+            return True
+        return self._before_training is not None and self._before_training != state.digest(self._module)
 
     def _state(self) -> Any:
         if self._module is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import Any, Iterable, Sequence
 
@@ -13,7 +14,18 @@ from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.torch import adopt
 from gradwire_workers.torch.tape import is_inexact
 
-__all__ = ["aliases", "detached", "freeze", "frozen", "grads", "is_of_keras", "load", "regularizers"]
+__all__ = [
+    "aliases",
+    "detached",
+    "digest",
+    "freeze",
+    "frozen",
+    "grads",
+    "is_of_keras",
+    "load",
+    "regularizers",
+    "versions",
+]
 
 
 def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -40,6 +52,22 @@ def grads(module: Any) -> dict[str, Any]:
 def frozen(module: Any) -> list[str]:
     """Parameters that do not learn, and whose gradients nobody wants."""
     return [name for name, p in module.named_parameters() if not p.requires_grad]
+
+
+def versions(module: Any) -> list[int]:
+    """How often torch has seen each parameter written to; nothing of a module that has yet to make some."""
+    found = list(module.parameters())
+    return [] if any(map(torch.nn.parameter.is_lazy, found)) else [p._version for p in found]
+
+
+def digest(module: Any) -> str:
+    """Of the contents of all buffers: BatchNorm writes them, and ``.data``, without a word to torch's counters."""
+    found = hashlib.blake2b(digest_size=16)
+    for x in module.buffers():
+        if _is_plain(x) and x.layout is torch.strided:
+            bits = x.detach().cpu().contiguous().reshape(-1)
+            found.update(bits.view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def aliases(module: Any) -> dict[str, str]:
