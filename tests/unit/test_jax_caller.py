@@ -601,6 +601,16 @@ def test_under_disable_jit(remote: Any) -> None:
         equal(jax.grad(loss_of(f))(jnp.asarray(X1), W), jax.grad(loss_of(jax_f))(jnp.asarray(X1), W))
 
 
+def test_under_debug_nans(remote: Any) -> None:
+    """It names the remote function, where it looked for the operation in the call itself for ever."""
+    f, bad = remote(lambda x: x * 2), jnp.array([1.0, np.nan])
+    with jax.debug_nans(True):
+        assert f(jnp.ones(2)).tolist() == [2.0, 2.0]
+        for call in (f, jax.jit(f)):
+            with pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in double"):
+                call(np.asarray(bad))
+
+
 @pytest.mark.parametrize("elements", [10, 100_000, 3_000_000])
 def test_r30_between_other_operations(remote: Any, elements: int) -> None:
     f = remote(lambda x: x * 2)

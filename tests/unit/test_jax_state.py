@@ -197,6 +197,18 @@ for wrap in (lambda f: f, jax.jit):
     except gradwire.UsageError as error:
         assert "runs on 2 devices" in str(error)
     assert len(handle.messages) == before + 1
+
+product = ScriptedHandle(
+    lambda m: [m.linear[0] * m.arrays[1 - i] for i in m.word[-1][1]] if m.word else [m.arrays[0] * m.arrays[1]],
+    lambda avals: avals[:1],
+)
+multiply = lambda x, w: gradwire.jax.call(product, Site(positional(2)), [x, w])[0]
+if hasattr(jax, "shard_map"):  # what the shards share has the sum of their cotangents
+    specs = {"in_specs": (PartitionSpec("d"), PartitionSpec()), "out_specs": PartitionSpec("d")}
+    split = jax.shard_map(multiply, mesh=two.mesh, **specs)
+    for wrap in (lambda f: f, jax.jit):
+        bars = wrap(jax.grad(lambda x, w: split(x, w).sum(), (0, 1)))(jnp.arange(4.0), jnp.array([1.0, 3.0]))
+        assert [bar.tolist() for bar in bars] == [[1, 3, 1, 3], [2, 4]]
 """
 
 

@@ -267,6 +267,8 @@ def _compiled(derived: Derived) -> Any:
 @primitive.def_impl
 def _evaluate(*values: Any, derived: Derived) -> list[Any]:
     """Evaluate a node now, through a cached program of it alone; waits, and raises the original error."""
+    if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        return _evaluate_checked(values, derived)
     if derived.moves_state:
         barrier()
     if sum([getattr(x, "nbytes", 0) for x in values]) >= LARGE and _has_one_device():
@@ -275,6 +277,20 @@ def _evaluate(*values: Any, derived: Derived) -> list[Any]:
         with jax.disable_jit(False):
             return _evaluate_compiled(values, derived)
     return _evaluate_compiled(values, derived)
+
+
+def _evaluate_checked(values: Sequence[Any], derived: Derived) -> list[Any]:
+    """Under jax_debug_nans: JAX would look for the bad operation in the cached program, which is this one, for ever."""
+    nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
+    with jax.debug_nans(False), jax.debug_infs(False):
+        results = _evaluate(*values, derived=derived)
+    for array in results:
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            continue
+        for wanted, found, name in ((nans, np.isnan, "nan"), (infs, np.isinf, "inf")):
+            if wanted and found(np.asarray(array)).any():
+                raise FloatingPointError(f"invalid value ({name}) encountered in {describe(derived)}")
+    return results
 
 
 @cache

@@ -28,6 +28,7 @@ from jax.interpreters import partial_eval as pe
 
 from gradwire.jax.derived import KEEP_STAMP, STAMPED, Derived, describe
 from gradwire_wire.carriers import Aval
+from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP, KEEP_NOTHING, KEEP_ROWS
 from gradwire_wire.tensors import jax as tensors
@@ -43,7 +44,8 @@ _typeof = getattr(jax, "typeof", None) or jax.core.get_aval
 
 def bind(derived: Derived, token: Any, operands: Sequence[Any]) -> list[Any]:
     """The node at these operands. ``token``: an array exactly if ``derived.token_ops`` says so, else None."""
-    return primitive.bind(*([] if token is None else [token]), *operands, derived=derived)
+    values = _varying_together([*([] if token is None else [token]), *operands])
+    return primitive.bind(*values, derived=derived)
 
 
 def _split(derived: Derived, values: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -53,6 +55,41 @@ def _split(derived: Derived, values: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(_typeof(x).dtype, jnp.inexact))
+
+
+# ---- In shard_map --------------------------------------------------------------------------------------------------
+
+
+def _varying_axes(aval: Any) -> frozenset[Any]:
+    """The axes of a mesh over which a value of this type differs, as `jax.shard_map` tracks it; later JAX has a type for it."""
+    return frozenset(getattr(getattr(aval, "mat", None), "varying", ()) or getattr(aval, "vma", ()))
+
+
+def _varying_together(values: list[Any]) -> list[Any]:
+    """Operands that all differ over the same axes: so the pullback sums a shared one's cotangents over the shards."""
+    own = [_varying_axes(_typeof(x)) for x in values]
+    every = frozenset().union(*own)
+    if not every:
+        return values
+    return [
+        _varied(x, tuple(sorted(every - axes))) if every - axes else x
+        for x, axes in zip(values, own, strict=True)
+    ]
+
+
+def _varied(x: Any, axes: tuple[Any, ...]) -> Any:
+    pcast = getattr(jax.lax, "pcast", None)
+    return jax.lax.pvary(x, axes) if pcast is None else pcast(x, axes, to="varying")
+
+
+def _result_type(aval: Aval, operands: Sequence[Any]) -> Any:
+    """Of a result of these: it differs over the axes over which they do."""
+    dtype = tensors.element_type(aval.dtype)
+    like = next((x for x in operands if _varying_axes(x)), None)
+    if like is None:
+        return ShapedArray(aval.shape, dtype)
+    sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(aval.shape)))
+    return like.update(shape=aval.shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 # ---- Abstract evaluation -------------------------------------------------------------------------------------------
@@ -84,10 +121,10 @@ def _has_rules(derived: Derived, operands: Sequence[Any]) -> bool:
 @primitive.def_effectful_abstract_eval
 def _abstract(*avals: Any, derived: Derived) -> tuple[list[Any], set[Any]]:
     _, operands = _split(derived, avals)
-    results = [ShapedArray(a.shape, tensors.element_type(a.dtype)) for a in results_of(derived, operands)]
+    results = [_result_type(a, avals) for a in results_of(derived, operands)]
     if derived.keep:
         rows = results[0].shape[:1] if derived.keep == KEEP_ROWS else ()
-        results.append(ShapedArray((*rows, 2), np.dtype(np.uint32)))
+        results.append(_result_type(Aval((*rows, 2), BY_NAME["uint32"]), avals))
     return results, {ordered_effect()} if derived.ordered else set()
 
 
