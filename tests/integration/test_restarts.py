@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import lines
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 X = np.arange(3.0)
@@ -231,6 +232,20 @@ def test_calls_during_a_restart_wait_for_the_new_process(make: Callable[..., gw.
     for error in errors:  # only of calls that were under way
         assert isinstance(error, gw.WorkerDiedError) and error.was_running, error
         assert "was restarted while it worked on this call" in str(error)
+
+
+@pytest.mark.parametrize(("end", "error"), [("restart", gw.WorkerDiedError), ("close", gw.ClosedError)])
+def test_r69_loading_ends_with_its_process(make: Callable[..., gw.Worker], end: str, error: type) -> None:
+    """It has no deadline, for a factory may fetch its weights; but whoever ends the worker ends it at once."""
+    worker = make()
+    others = set(lines._in_flight)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(worker.function, "fragile_slow:double")
+        while lines._in_flight <= others:
+            time.sleep(0.001)
+        getattr(worker, end)()
+        with pytest.raises(error, match="while it worked on this call"):
+            loading.result(10)
 
 
 @pytest.mark.parametrize("had_state", [True, False])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import _socket as _socket_c
+import mmap
+import os
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from gradwire_wire.interruption import postpone, postponed
+from gradwire_wire.interruption import postpone, postponed, raise_postponed
+from gradwire_wire.segments import OwnSegment, _Mapping
+from gradwire_wire.tether import OwnedSocket
 from gradwire_workers.interrupts import Interrupts
 
 
@@ -57,3 +63,49 @@ def test_one_that_a_finalizer_met_is_raised_by_the_next_signal(interrupts: Inter
     assert not postponed
     _begin(interrupts, 6)
     signal.raise_signal(signal.SIGINT)
+
+
+class _Interrupted(BaseException):
+    pass
+
+
+def _raise(*_: Any) -> None:
+    raise _Interrupted
+
+
+def _socket() -> OwnedSocket:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return OwnedSocket(fileno=ours.detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "method"), [(lambda: OwnSegment(1, 4096), "close"), (_socket, "close"), (_socket, "_real_close")]
+)
+def test_r62_what_a_handler_raises_while_a_finalizer_closes_something_is_not_lost(
+    make: Callable[[], Any], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thing = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(thing), method, _raise)
+        type(thing).__del__(thing)
+    with pytest.raises(_Interrupted):
+        raise_postponed()
+    assert not postponed
+    thing.close()
+
+
+def test_r62_what_a_handler_raises_while_memory_is_unmapped_is_not_lost() -> None:
+    mapping = _Mapping(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.__del__(munmap=_raise)
+    with pytest.raises(_Interrupted):
+        raise_postponed()
+
+
+def test_a_socket_that_was_interrupted_in_its_making_is_closed() -> None:
+    half_made = OwnedSocket.__new__(OwnedSocket, socket.AF_UNIX, socket.SOCK_STREAM)
+    _socket_c.socket.__init__(half_made, socket.AF_UNIX, socket.SOCK_STREAM)
+    fd = half_made.fileno()
+    del half_made
+    with pytest.raises(OSError):
+        os.fstat(fd)

@@ -213,8 +213,11 @@ class _Descriptor:
         if fd >= 0:
             close(fd)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, postpone: Any = postpone) -> None:
+        try:
+            self.close()
+        except BaseException as error:  # of a handler of signals
+            postpone(error)
 
 
 class _Mapping:
@@ -229,9 +232,14 @@ class _Mapping:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.address, self.nbytes = address, nbytes
 
-    def __del__(self, munmap: Any = _libc.munmap) -> None:
-        if hasattr(self, "address"):
-            munmap(self.address, self.nbytes)
+    def __del__(self, munmap: Any = _libc.munmap, postpone: Any = postpone) -> None:
+        try:
+            if hasattr(self, "address"):
+                munmap(self.address, self.nbytes)
+        except (
+            BaseException
+        ) as error:  # of a handler of signals; whether it is unmapped by then nobody can tell
+            postpone(error)
 
 
 class OwnSegment(_Descriptor):

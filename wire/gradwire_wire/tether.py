@@ -18,7 +18,7 @@ from typing import Any, Sequence
 
 from gradwire_wire import messages
 from gradwire_wire.errors import ConnectError, DeadlineError, MemoryExhaustedError, ProtocolError
-from gradwire_wire.interruption import came_from_handler
+from gradwire_wire.interruption import came_from_handler, postpone
 
 __all__ = ["OwnedSocket", "Tether", "TetherClosedError", "accept_tether", "connect_tether", "listen_tether"]
 
@@ -36,8 +36,13 @@ class TetherClosedError(Exception):
 class OwnedSocket(socket.socket):
     """Closed with the object, on purpose and so without a warning, also at the interpreter's exit."""
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, postpone: Any = postpone) -> None:
+        try:
+            self.close()
+        except AttributeError:  # it was interrupted while it was made
+            super(socket.socket, self).close()
+        except BaseException as error:  # of a handler of signals
+            postpone(error)
 
 
 class Tether:
