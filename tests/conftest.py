@@ -194,7 +194,7 @@ _DESCRIPTORS = re.compile(r"socket:|pipe:|/memfd:gradwire|anon_inode:\[pidfd\]")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_stays_behind() -> Iterator[None]:
+def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the session if something that started during it is still there `LEAVING_S` after its last test."""
     if not Path("/proc/self/fd").is_dir():
         yield
@@ -209,6 +209,8 @@ def nothing_stays_behind() -> Iterator[None]:
         patch.setenv(MARK, mark)
         patch.setenv("XDG_RUNTIME_DIR", str(runtime_root))
         yield
+    for item in request.session.items:  # the last one's fixtures are over, but pytest still has them
+        (getattr(item, "funcargs", None) or {}).clear()
     gc.unfreeze()
     try:
         left = _wait_nothing_left(mark, runtime_root, before)
