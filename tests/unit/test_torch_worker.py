@@ -366,6 +366,36 @@ def test_what_vmap_cannot_do_says_so() -> None:
         p.run(site(1), (("V", (True,)),), [f64(3, 2)])
 
 
+def test_backward_hooks_are_not_lost_in_a_batch() -> None:
+    """torch leaves those of modules out under vmap, without a word; those of tensors it cannot register."""
+    doubled = nn.Tanh()
+    doubled.register_full_backward_hook(lambda module, bars, _: tuple(2 * bar for bar in bars))
+
+    def registers(x: Any) -> Any:
+        y = x.sin()
+        y.register_hook(lambda bar: 2 * bar)
+        return y
+
+    x, batch = f64(3, 2), (("T", (0,), 1), ("V", (True, True)))
+    for target in (doubled, registers):
+        p = program(target)
+        with pytest.raises(UsageError, match="sequential"):
+            p.run(site(1), batch, [x, x])
+        row = p.run(site(1), batch[:1], [x[0], x[0]]).tensors[0]
+        plain = (1 - x[0].tanh() ** 2 if target is doubled else x[0].cos()) * x[0]
+        torch.testing.assert_close(row, 2 * plain)
+    assert program(doubled).run(site(1), (("V", (True,)),), [x]).tensors[0].shape == (3, 2)
+
+
+def test_a_transform_of_the_users_inside() -> None:
+    """What forward mode leaves in the graph has no memory of its own that could be measured."""
+    x, w = f64(3), f64(3)
+    p = program(lambda x, w: torch.func.jvp(lambda a: torch.sin(a * w), (x,), (w,)))
+    _, residual = p.keep(site(2), (), [x, w])
+    found = residual.derive(("T", (0,), 2), [torch.ones_like(x), w], keep=False, accumulate=False)[0][0]
+    torch.testing.assert_close(found, w * torch.cos(x * w) - w**4 * torch.sin(x * w))
+
+
 def test_the_anchor_is_ignored_and_gets_zero() -> None:
     net, x = mlp(), torch.randn(5, 4)
     p, at = program(net), site(1, anchored=True, accumulate=True)

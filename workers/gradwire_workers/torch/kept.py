@@ -165,11 +165,20 @@ def saved_nbytes(
     seen = {x.untyped_storage().data_ptr() for x in shared}
     nbytes = 0
     for x in (*leaves, *results, *([] if has_hooks else _saved(results))):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            nbytes += storage.nbytes()
+        place, size = _memory_of(x)
+        if place not in seen:
+            seen.add(place)
+            nbytes += size
     return nbytes
+
+
+def _memory_of(x: Any) -> tuple[int, int]:
+    """Where its memory is, and how much. What a torch.func transform of the user's has wrapped does not tell: then its own size."""
+    storage = x.untyped_storage()
+    try:
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return -id(x), x.numel() * x.element_size()
 
 
 def _saved(results: Sequence[Any]) -> list[Any]:

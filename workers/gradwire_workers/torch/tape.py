@@ -24,6 +24,7 @@ import torch
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import torch_dtype, wire_dtype
+from gradwire_workers.torch import hooks
 
 __all__ = ["entered", "evaluate", "filled", "is_inexact", "leaves_of", "pull", "push", "row_operands"]
 
@@ -145,7 +146,7 @@ def _expanded(x: Any, i: int, batches: tuple[_Batch, ...]) -> Any:
     return x
 
 
-_ABOUT_VMAP = re.compile(r"vmap|functorch|atched tensor|batching rule")
+_ABOUT_VMAP = re.compile(r"vmap|functorch|atched tensor|batching rule|cannot register a hook")
 
 
 def _run(base: Base, batches: tuple[_Batch, ...], operands: Sequence[Any]) -> list[Any]:
@@ -155,9 +156,16 @@ def _run(base: Base, batches: tuple[_Batch, ...], operands: Sequence[Any]) -> li
     for batch in batches:
         in_dims = tuple(0 if mapped else None for mapped in batch.axes)
         call = torch.func.vmap(call, in_dims=in_dims, randomness="different")
+    hooked = hooks.set_up()
     try:
         leaves = base.given_as_leaves
-        return list(call(*operands[:leaves], *[entered(x) for x in operands[leaves:]]))
+        results = list(call(*operands[:leaves], *[entered(x) for x in operands[leaves:]]))
+        if batches and hooks.set_up() != hooked and any(x.requires_grad for x in operands):
+            raise UsageError(
+                "a module in this function has backward hooks, which torch leaves out under vmap, and its gradient is asked "
+                'for in a batch (vmap of grad, jacrev). options(vmap="sequential") calls it once per row'
+            )
+        return results
     except RuntimeError as error:
         if batches and _ABOUT_VMAP.search(str(error)):
             raise UsageError(
