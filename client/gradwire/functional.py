@@ -25,7 +25,13 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.exchange import INLINE_BYTES
 from gradwire_wire.structures import flatten
 
-__all__ = ["Functional", "FunctionalHandle"]
+__all__ = ["Functional", "FunctionalHandle", "check_remote"]
+
+
+def check_remote(x: Any) -> None:
+    """UsageError for what is none, such as a worker or a module of this process."""
+    if not isinstance(x, Remote):
+        raise UsageError(f"{x!r:.80} is no gradwire.Remote; give what worker.module(...) returns")
 
 
 class FunctionalHandle(Handle):
@@ -114,6 +120,7 @@ class Functional:
         training: bool | None = None,
         trainable: bool | None = None,
     ) -> None:
+        check_remote(remote)
         if not remote.handle.is_module:
             raise UsageError(
                 f"{remote!r} is a function and has no parameters. Load a module with worker.module(...), from a "

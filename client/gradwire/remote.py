@@ -351,6 +351,8 @@ class Remote:
 
     def train(self, mode: bool = True) -> Remote:
         """Training mode for the calls that follow; what was dispatched before runs in the old one."""
+        if not isinstance(mode, (bool, np.bool_)):
+            raise UsageError(f"train() takes True or False, not {mode!r:.80}")
         self._change("train", bool(mode))
         self.handle.training = self._change("training")
         return self

@@ -124,6 +124,8 @@ def test_numbers_of_numpy_are_numbers(numpy_worker: gw.Worker) -> None:
             lambda w, b: w.function("any_framework:double")(Future()),
             r"\.submit\(\.\.\.\), which takes futures",
         ),
+        (lambda w, b: gw.jax.functional(w), r"give what worker\.module"),
+        (lambda w, b: w.function("any_framework:double").train("yes"), "True or False, not 'yes'"),
         (lambda w, b: w.function("any_framework:double")("\ud800"), "a text in it is not Unicode"),
     ],
 )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradwire.families import family_of_call, is_leaf
-from gradwire.functional import Functional
+from gradwire.functional import Functional, check_remote
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
@@ -156,6 +156,7 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
 
     UsageError for a function. DtypeError for 64-bit parameters while JAX would narrow them.
     """
+    check_remote(remote)
     if owner not in ("caller", "worker") or buffers not in ("worker", "explicit"):
         raise UsageError(
             f"functional(owner={owner!r}, buffers={buffers!r}): owner is 'caller' or 'worker', buffers 'worker' or 'explicit'"
