@@ -30,7 +30,7 @@ from gradwire.endings import (
     was_restarted,
     without_frames,
 )
-from gradwire.inquiry import Inquiry
+from gradwire.inquiry import Inquiry, InquiryBehind
 from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
 from gradwire.plans import Plan, Seen, Short, add, next_number, short_of, signature_of
 from gradwire.site import Outcome, Site
@@ -48,7 +48,7 @@ from gradwire_wire.errors import (
     class_named,
 )
 from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
-from gradwire_wire.lane import TooLong
+from gradwire_wire.lane import Lane, TooLong
 from gradwire_wire.messages import Call, Done, Failed, Long
 from gradwire_wire.plans import MAX_RELEASED
 from gradwire_wire.segments import Ledger
@@ -430,11 +430,12 @@ class Connection:
         seen: list[Any],
     ) -> tuple[Any, Sequence[bytes]]:
         """The reply and its frames; noted in ``seen`` at once, for whoever is interrupted after that."""
+        pings: list[int] = []
         while True:
             try:
                 received = line.receive()
             except sockets.Again:
-                received = self._wait_longer(line, deadline)
+                received = self._wait_longer(line, deadline, pings)
             except sockets.Unreachable:
                 self._raise_unreachable(was_running=True)
             if type(received) is int:
@@ -449,11 +450,16 @@ class Connection:
             if reply.call_id == call_id or (reply.call_id == 0 and type(reply) is Failed):
                 seen.append(reply)
                 return reply, frames
+            if reply.call_id in pings:  # which came behind the call
+                raise was_lost(self.facts.name)
             self._decline(reply)
 
-    def _wait_longer(self, line: Line, deadline: float | None) -> Any:
-        """What comes on the line at last, to whoever has waited in vain for a moment."""
-        inquiry = Inquiry(self._lines, self._call_ids)
+    def _wait_longer(self, line: Line, deadline: float | None, pings: list[int]) -> Any:
+        """What comes on the line at last, to whoever has waited in vain for a moment. pings: see `InquiryBehind`."""
+        is_lane = isinstance(line, Lane)
+        inquiry = (
+            Inquiry(self._lines, self._call_ids) if is_lane else InquiryBehind(line, self._call_ids, pings)
+        )
         try:
             while True:
                 self._look_around(deadline)

@@ -4,6 +4,9 @@ A call can wait for as long as it works; so silence says nothing. But a worker t
 it looks at a line again. Who has answered many Pings by another line, one after the other, has looked at this one as often:
 what it has not answered by then was lost on its way, and whoever waits for it would wait for ever. That would be a fault of
 ours, or of a network; it ends with an error.
+
+By ZeroMQ a message may be under way for a minute (a large one, over tcp), and a Ping by another line would overtake it. So there
+the Ping goes behind the call by the same line, on which nothing overtakes anything: if it is answered first, the call, or its answer, was lost.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from gradwire.lines import Line, Lines
 from gradwire_wire import messages, sockets
 from gradwire_wire.errors import MemoryExhaustedError
 
-__all__ = ["Inquiry"]
+__all__ = ["Inquiry", "InquiryBehind"]
 
 
 class Inquiry:
@@ -61,3 +64,25 @@ class Inquiry:
             self._lines.set_aside(line)
         elif line is not None:
             self._lines.check_in(line)
+
+
+class InquiryBehind(Inquiry):
+    """About a call by ZeroMQ. ``pings``: call ids of the Pings that were sent behind it, ever more rarely."""
+
+    def __init__(self, line: Line, call_ids: Iterator[int], pings: list[int]) -> None:
+        self._behind, self._call_ids, self._pings = line, call_ids, pings
+        self._moments, self._next = 0, self.AFTER
+
+    def is_lost(self) -> bool:
+        """See `Inquiry`; here the answers tell."""
+        self._moments += 1
+        if self._moments > self._next:
+            self._next *= 2
+            ping = next(self._call_ids)
+            with contextlib.suppress(sockets.Unreachable):
+                self._behind.send_nowait([messages.pack(messages.Ping(ping))])
+                self._pings.append(ping)
+        return False
+
+    def end(self) -> None:
+        """What is answered later is nobody's, as any late answer."""

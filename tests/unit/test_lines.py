@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from gradwire import lines as pool
+from gradwire.inquiry import Inquiry, InquiryBehind
 from gradwire.lines import Lines
+from gradwire_wire import messages
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.lane import Lane
 from gradwire_wire.sockets import Unreachable
@@ -87,3 +90,21 @@ def test_r57_a_late_lie_harms_no_other_call(lines: Lines) -> None:
 
     lines.collect(refuse)
     assert not lines.aside and not lines._lanes
+
+
+class Slow:
+    """A line by ZeroMQ on which a large message is under way: what comes behind it waits."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send_nowait(self, frames: list[bytes]) -> None:
+        self.sent.append(messages.unpack(frames[0]))
+
+
+def test_r69_by_zeromq_nothing_overtakes_a_call_that_is_under_way_for_long() -> None:
+    line, pings = Slow(), []  # type: ignore[var-annotated]
+    inquiry = InquiryBehind(line, itertools.count(7), pings)  # type: ignore[arg-type]
+    assert not any(inquiry.is_lost() for _ in range(100 * Inquiry.ENOUGH))
+    inquiry.end()
+    assert line.sent == [messages.Ping(n) for n in pings] and pings[0] == 7 and 5 < len(pings) < 10
