@@ -184,6 +184,11 @@ def test_an_optimizer_that_cannot_be(target: str, kwargs: Any, groups: Any, mess
         Pair().act("optimizer", target, kwargs, groups=groups)
 
 
+def forgotten(optimizer: torch.optim.Optimizer) -> None:
+    """It writes into the optimizer's groups (initial_lr) and is not returned."""
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 @pytest.mark.parametrize(
     ("verb", "args", "message"),
     [
@@ -194,6 +199,7 @@ def test_an_optimizer_that_cannot_be(target: str, kwargs: Any, groups: Any, mess
         ("schedule", (STEP, {}), "step_size"),
         ("schedule", ("torch.optim.lr_scheduler:ReduceLROnPlateau", {}), "follows a metric"),
         ("schedule", ("collections:OrderedDict", {}), "OrderedDict"),
+        ("schedule", (f"{__name__}:forgotten", {}), "makes no schedule"),
         ("load_optimizer_state", ({"a": 1},), "is what its state_dict"),
         ("load_optimizer_state", ({"state": {}, "param_groups": [], "schedules": []},), "nothing was loaded"),
         (

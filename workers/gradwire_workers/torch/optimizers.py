@@ -141,12 +141,9 @@ class TorchOptimizer:
                 raise UsageError(
                     f"{name} follows a metric, which only the caller knows: watch it there and call optimizer.set(lr=...)"
                 )
-        except (TypeError, ValueError, UsageError) as error:
-            for group, options in zip(
-                self._optimizer.param_groups, before
-            ):  # schedules set the first lr at once
-                group.update(options)
-            if isinstance(error, UsageError):
+        except BaseException as error:
+            self._restore_options(before)
+            if isinstance(error, UsageError) or not isinstance(error, (TypeError, ValueError)):
                 raise
             raise UsageError(f"{name}(optimizer, {_shown(kwargs)}): {error}") from error
         self._schedules.append(schedule)
