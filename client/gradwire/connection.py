@@ -32,7 +32,7 @@ from gradwire.endings import (
 )
 from gradwire.inquiry import Inquiry, InquiryBehind
 from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
-from gradwire.plans import Plan, Seen, Short, add, next_number, short_of, signature_of
+from gradwire.plans import Plan, Seen, add, next_number, short_of, signature_of
 from gradwire.site import Outcome, Site
 from gradwire.worker_records import WorkerFacts
 from gradwire_wire import messages, sockets
@@ -339,7 +339,7 @@ class Connection:
             if isinstance(error, GradwireError) and not isinstance(error, DeadlineError):
                 self._lines.drop(line)
             else:  # Ctrl-C, or whatever a handler of signals raises
-                self._abandon(line, call_id, seen, plan)
+                self._abandon(line, call_id, seen)
             raise
         self.calls += 1
         self.waited_s += time.perf_counter() - start
@@ -429,7 +429,7 @@ class Connection:
         plan: Plan | None,
         seen: list[Any],
     ) -> tuple[Any, Sequence[bytes]]:
-        """The reply and its frames; noted in ``seen`` at once, for whoever is interrupted after that."""
+        """The reply and its frames; what came is noted in ``seen`` at once, for whoever is interrupted after that."""
         pings: list[int] = []
         while True:
             try:
@@ -438,18 +438,18 @@ class Connection:
                 received = self._wait_longer(line, deadline, pings)
             except sockets.Unreachable:
                 self._raise_unreachable(was_running=True)
+            seen.append(received)
             if type(received) is int:
                 if plan is None:
                     raise ProtocolError("a short answer to a long message")
                 short = plan.head(received)
                 if short.call_id != call_id:
                     raise ProtocolError("a short answer to another call")
-                seen.append(short)
                 return short, ()
             frames, reply = self._read(received)  # type: ignore[arg-type]
             if reply.call_id == call_id or (reply.call_id == 0 and type(reply) is Failed):
-                seen.append(reply)
                 return reply, frames
+            seen.clear()
             if reply.call_id in pings:  # which came behind the call
                 raise was_lost(self.facts.name)
             self._decline(reply)
@@ -564,11 +564,14 @@ class Connection:
 
     # -- calls nobody waits for ------------------------------------------------------------------
 
-    def _abandon(self, line: Line, call_id: int, seen: Sequence[Any], plan: Plan | None) -> None:
+    def _abandon(self, line: Line, call_id: int, seen: Sequence[Any]) -> None:
         if seen:  # interrupted after the reply had come: nobody will look at it
-            self._decline_seen(seen[0], plan)
-            line.plans.clear()
-            self._lines.check_in(line)
+            try:
+                self._decline_seen(line, seen[-1])
+            except ProtocolError:
+                self._lines.drop(line)
+            else:
+                self._lines.check_in(line)
             return
         self._ours.cancel(call_id)
         self._lines.set_aside(line)
@@ -579,19 +582,23 @@ class Connection:
         self._lines.collect(self._decline_late)
 
     def _decline_late(self, line: Line, received: list[bytes] | int) -> None:
-        """The late answer on a line that was set aside. What it may have changed about plans nobody took note of."""
-        if type(received) is int:
-            self._decline_seen(*short_of(line, received))
-        else:
-            self._decline(self._read(received)[1])  # type: ignore[arg-type]
-        line.plans.clear()
+        """The late answer on a line that was set aside."""
+        if type(received) is not int:
+            received = self._read(received)[0]  # type: ignore[arg-type]
+        self._decline_seen(line, received)
 
-    def _decline_seen(self, reply: Any, plan: Plan | None) -> None:
-        if type(reply) is Short and plan is not None:
+    def _decline_seen(self, line: Line, received: list[bytes] | int) -> None:
+        """An answer that nobody wants. What it may have changed about plans nobody took note of.
+
+        One that lies in shared memory was perhaps read, and that given back: then what it lends stays lent.
+        """
+        if type(received) is int:
+            short, plan = short_of(line, received)
             plan.decline()
-            self._give_back(reply.token)
+            self._give_back(short.token)
         else:
-            self._decline(reply)
+            self._decline(messages.unpack(received[0]))  # type: ignore[index]
+        line.plans.clear()
 
     def _decline(self, reply: Any) -> None:
         if type(reply) is Done:
