@@ -207,6 +207,11 @@ def forgotten(optimizer: torch.optim.Optimizer) -> None:
             ({"state": {}, "param_groups": [{"params": [0, 1, 2, 3]}]},),
             "0 schedules and .* 1",
         ),
+        (
+            "load_optimizer_state",
+            ({**torch.optim.Adam(mlp().parameters()).state_dict(), "schedules": []},),
+            "of another optimizer or module. It has no option dampening, momentum",
+        ),
     ],
 )
 def test_what_is_refused_changes_nothing(verb: str, args: Any, message: str) -> None:

@@ -200,7 +200,12 @@ class TorchOptimizer:
                     )
 
     def _load(self, state: dict[str, Any]) -> None:
+        known = [set(group) & set(self._optimizer.defaults) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        for group, names in zip(self._optimizer.param_groups, known):  # torch would fail at the next step
+            missing = sorted(names - set(group))
+            if missing:
+                raise ValueError(f"It has no option {', '.join(missing)}")
         for schedule, values in zip(self._schedules, state.get("schedules", [])):
             schedule.load_state_dict(_with_counts_as_in(schedule.state_dict(), values))
 
