@@ -257,7 +257,7 @@ def test_r69_a_timeout_per_proxy_and_per_call(remote: Callable[[str], gw.Remote]
             result.result(10)
         assert isinstance(caught.value, gw.DeadlineError) and not caught.value.retry_safe
     assert time.monotonic() - start < 5
-    assert (nap(X, 0.0) == X).all()
+    assert (nap.options(timeout=20.0)(X, 0.0) == X).all()
     assert (remote("nap")(X, 0.5) == X).all(), "only that proxy has the timeout"
 
 

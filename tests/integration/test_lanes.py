@@ -46,12 +46,20 @@ def test_an_error_longer_than_a_packet(worker: gw.Worker) -> None:
 
 def test_a_late_reply_is_nobodys(worker: gw.Worker) -> None:
     many, nap = worker.function("any_framework:many"), worker.function("in_numpy:nap_in_c")
-    for i in range(3):
-        with pytest.raises(gw.DeadlineError):
+    late = 0
+    for i in range(
+        30
+    ):  # where this process was held up the reply may be there before the deadline is looked at
+        try:
             nap.options(timeout=0.05)(0.3)
+        except gw.DeadlineError:
+            late += 1
         x = np.full(50_000, i, np.float32)
         for j, y in enumerate(many(x, 3)):
             np.testing.assert_array_equal(y, x + j)
+        if late == 3:
+            return
+    pytest.fail("no call was late")
 
 
 def test_a_call_that_was_lost_ends_with_an_error(worker: gw.Worker, monkeypatch: pytest.MonkeyPatch) -> None:

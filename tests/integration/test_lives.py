@@ -105,12 +105,12 @@ def test_r55_all_waiting_threads_wake(worker: Any) -> None:
 
 
 def test_r55_a_stopped_worker_meets_the_deadline(worker: Any) -> None:
-    double = worker.function("targets:double").options(timeout=0.5)
+    double = worker.function("targets:double")
     double(X)
     os.kill(worker.pid, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(gw.DeadlineError):
-        double(X)
+        double.options(timeout=0.5)(X)
     assert time.monotonic() - start < 2.0
     os.kill(worker.pid, signal.SIGCONT)
     np.testing.assert_array_equal(double(X), X * 2)
