@@ -21,6 +21,7 @@ from gradwire_wire import control
 from gradwire_wire.errors import (
     ConnectError,
     DeadlineError,
+    ProtocolError,
     UsageError,
     WorkerDiedError,
     WorkerStartError,
@@ -115,7 +116,7 @@ class BrokerLink:
     def let_go(self) -> None:
         """The shared broker that this program started does not end with it any more. Blocks until that is so."""
         with self._news.request() as request:
-            self._ask(request, control.LetGo(request.number))
+            self._ask(request, control.LetGo(request.number), control.Alone)
 
     def end_broker(self, timeout_s: float = CLOSE_S) -> bool:
         """End a shared broker and all its workers, for all its clients. Whether it ended within the time."""
@@ -215,7 +216,7 @@ class BrokerLink:
         """All workers of the broker, with what `ps` shows of them; ended ones as well."""
         self._channel.check_usable()
         with self._news.request() as request:
-            self._ask(request, control.Look(request.number), timeout_s)
+            self._ask(request, control.Look(request.number), control.Looked, timeout_s)
             return request.presents
 
     def find_worker(self, name: str, timeout_s: float) -> control.Present:
@@ -276,10 +277,11 @@ class BrokerLink:
 
     def _log_of(self, name: str, follow: bool) -> str:
         with self._news.request() as request:
-            return str(self._ask(request, control.ReadLog(request.number, name, follow)).text)
+            asked = control.ReadLog(request.number, name, follow)
+            return str(self._ask(request, asked, control.Log).text)
 
-    def _ask(self, request: Request, message: Any, timeout_s: float = ANSWER_S) -> Any:
-        """Send it and wait for its answer; DeadlineError, ConnectError, or what the broker says against it."""
+    def _ask(self, request: Request, message: Any, kind: type, timeout_s: float = ANSWER_S) -> Any:
+        """Send it and wait for its answer of that kind; DeadlineError, ConnectError, or what the broker says against it."""
         self._channel.send_soon(message)
         answer = self._news.wait_answer(request, timeout_s)
         if answer is None and not self.broker_alive:
@@ -288,6 +290,8 @@ class BrokerLink:
             raise DeadlineError(f"the broker did not answer within {timeout_s:g} s; is it stopped?")
         if isinstance(answer, control.Denied):
             raise class_named(answer.kind, UsageError)(answer.message)
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"the broker answers {type(message).__name__} with {type(answer).__name__}")
         return answer
 
 

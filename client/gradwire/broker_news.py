@@ -141,8 +141,8 @@ class BrokerNews:
             if message.incarnation in self._living:
                 # the same dict as in the `WorkerFacts` that were given out
                 self._living[message.incarnation].info["threads"] = message.threads
-        elif message.request in self._requests:
-            self._take_answer(self._requests[message.request], message)
+        elif (request := self._requests.get(getattr(message, "request", -1))) is not None:
+            self._take_answer(request, message)
 
     def _take_answer(self, request: Request, message: Any) -> None:
         if isinstance(message, control.Present):

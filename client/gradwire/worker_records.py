@@ -6,7 +6,7 @@ import os
 from typing import Any, NamedTuple
 
 from gradwire_wire import control
-from gradwire_wire.errors import UsageError, WorkerStartError, class_named
+from gradwire_wire.errors import ProtocolError, UsageError, WorkerStartError, class_named
 
 __all__ = ["Death", "WorkerFacts", "WorkerSpec", "facts_of", "order_of"]
 
@@ -82,10 +82,12 @@ def order_of(request: int, spec: WorkerSpec) -> control.Start:
     )
 
 
-def facts_of(answer: control.Started | control.NotStarted | control.Denied) -> WorkerFacts:
-    """The worker that an answer tells of; WorkerStartError or UsageError with what it says against it."""
+def facts_of(answer: Any) -> WorkerFacts:
+    """The worker that an answer tells of; WorkerStartError or UsageError with what it says against it; ProtocolError."""
     if isinstance(answer, control.NotStarted):
         raise WorkerStartError(answer.message)
     if isinstance(answer, control.Denied):
         raise class_named(answer.kind, UsageError)(answer.message)
+    if not isinstance(answer, control.Started):
+        raise ProtocolError(f"the broker answers the start of a worker with {type(answer).__name__}")
     return WorkerFacts(*answer[1:])

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from gradwire import answers
+from gradwire.broker_news import BrokerNews
+from gradwire.worker_records import facts_of
+from gradwire_wire import control
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ProtocolError
@@ -143,3 +146,22 @@ def test_results_that_may_be_missing() -> None:
     answers.check_results((("T", (0, 2), 1),), [None, None])
     answers.check_like(None, (2,), INT64, "a tangent")
     assert answers.checked_state("step", 0.5) == 0.5 and answers.checked_state("set", "x") == "x"
+
+
+# ---- Of a broker ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", [control.Log(1, "x"), control.Looked(1), control.Cancel(1)])
+def test_r57_what_is_no_answer_to_a_start(message: Any) -> None:
+    with pytest.raises(ProtocolError, match=f"the start of a worker with {type(message).__name__}"):
+        facts_of(message)
+
+
+@pytest.mark.parametrize("kind", control.KINDS.values())
+def test_r57_news_of_every_kind_end_nothing(kind: Any) -> None:
+    """Also what only a program says to a broker; and what nobody has asked for."""
+    news = BrokerNews("connect anew")
+    with news.request() as request:
+        for number in (request.number, request.number + 1):
+            news.learn(kind(*[number] * len(kind._fields)))
+        assert news.broker_alive
