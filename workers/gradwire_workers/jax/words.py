@@ -22,7 +22,7 @@ Function = Callable[..., Tuple[Any, ...]]
 
 def derived(function: Function, word: Sequence[tuple[Any, ...]]) -> Function:
     """The function that the word names (see `gradwire_wire.words`)."""
-    for op in word:
+    for op in _primals_first(word):
         if op[0] == "J":
             function = partial(_tangent, function, op[1])
         elif op[0] == "T":
@@ -32,6 +32,17 @@ def derived(function: Function, word: Sequence[tuple[Any, ...]]) -> Function:
         else:
             function = jax.vmap(function, in_axes=tuple(0 if mapped else None for mapped in op[1]))
     return function
+
+
+def _primals_first(word: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The same function with the batch of a primal for the primal of a batch, which JAX 0.4.31 cannot derive."""
+    ops: list[tuple[Any, ...]] = []
+    for op in word:
+        at = len(ops)
+        while op[0] == "P" and at and ops[at - 1][0] == "V":
+            at -= 1
+        ops.insert(at, op)
+    return ops
 
 
 def is_inexact(x: Any) -> bool:
