@@ -167,11 +167,20 @@ class Layer(keras.layers.Layer):
             result, moved = result
             if functional.handle.training:
                 for name, variable in moving.items():
+                    self._check_kept(variable, moved[name])
                     variable.assign(moved[name])
         result, losses = result
         for loss in losses:
             self.add_loss(loss)
         return result
+
+    def _check_kept(self, variable: Any, moved: Any) -> None:
+        kind = keras.backend.standardize_dtype(moved.dtype)
+        if kind != variable.dtype:
+            raise DtypeError(
+                f"{self.name}: {variable.name} is {variable.dtype} and a call has made {kind} of it, which a Keras variable cannot "
+                f"become. Have the factory make it in {kind}, or leave it in the worker (buffers='worker')"
+            )
 
     def compute_output_spec(self, *args: Any, training: Any = None, **kwargs: Any) -> Any:
         """By asking the worker once for each signature; nothing runs there for real."""

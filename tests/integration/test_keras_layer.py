@@ -201,6 +201,9 @@ def test_explicit_buffers_are_weights_here_and_nothing_changes_there(worker_of: 
     tf.function(lambda: layer(x, training=True))()
     layer(x, training=True), layer(x)
     assert as_numpy(layer.non_trainable_weights[2]) == 2
+    widening = gw.keras.Layer(worker_of("jax").module("jax_modules:make_widening"), buffers="explicit")
+    with pytest.raises(gw.DtypeError, match="is float32 and a call has made float64 of it"):
+        widening(X[:, :3], training=True)
     assert all((net.state_dict()[name] == value).all() for name, value in before.items())
     net.train()
     net(x), net(x)

@@ -628,3 +628,14 @@ def test_a_module_of_another_framework(
     assert not torch.allclose(other(x), net(x))
     other.load_state_dict(net.state_dict())
     torch.testing.assert_close(other(x), net(x))
+
+
+def test_buffers_of_the_caller_that_become_wider(worker_of: Workers) -> None:
+    net, x = (
+        gw.torch.Module(worker_of("jax").module("jax_modules:make_widening"), buffers="explicit"),
+        X[:, :3],
+    )
+    assert next(net.buffers()).dtype == torch.float32
+    for _ in range(2):
+        net(x)
+    torch.testing.assert_close(next(net.buffers()), 2 * x.mean(0), rtol=1e-12, atol=1e-12)

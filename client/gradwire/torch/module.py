@@ -98,7 +98,11 @@ class Module(torch.nn.Module):
         result, moved = result
         with torch.no_grad():
             for name, x in moved.items():
-                buffers[name].copy_(x)
+                if x.dtype == buffers[name].dtype:
+                    buffers[name].copy_(x)
+                else:  # statistics of JAX may begin in float32 and go on in float64
+                    part, key, _ = self._buffer_places[name]
+                    part._buffers[key] = x.detach().clone()
         return result
 
     def _check_modes(self) -> None:

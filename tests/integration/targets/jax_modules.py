@@ -118,6 +118,11 @@ def make_plain(dropout=0.0, dtype="float32", seed=0):
 MAKERS = {"linen": make_linen, "nnx": make_nnx, "equinox": make_equinox, "plain": make_plain}
 
 
+def make_widening():
+    """Statistics that begin in float32 and go on in float64, as those of Flax with parameters in float64 do."""
+    return lambda params, state, x: (x * params, state + x.mean(0)), jnp.ones(3), jnp.zeros(3, "float32")
+
+
 def make_mlp(key=0):
     """Without modes: `eqx.nn.MLP` of one example."""
     return eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(key))
