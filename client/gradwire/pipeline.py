@@ -54,7 +54,7 @@ from gradwire_wire.errors import (
     WorkerDiedError,
 )
 from gradwire_wire.exchange import NotShared
-from gradwire_wire.lane import MAX_PACKET, Lane, TooLong
+from gradwire_wire.lane import Lane, TooLong
 from gradwire_wire.messages import Done, Failed
 from gradwire_wire.plans import MAX_PLANS
 
@@ -195,6 +195,7 @@ class Pipeline:
     def __init__(self, connection: Connection, lane: Lane, background: Background) -> None:
         """Takes over the lane."""
         self._connection, self._lane, self._background = connection, lane, background
+        self._most = lane.largest_packet()
         self._exchange = connection.exchange
         self._lock = threading.RLock()
         self._room, self._work = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -348,7 +349,7 @@ class Pipeline:
         lane = self._lane
         call.call_id = next(self._connection._call_ids)
         plan = None if call.signature is None else self._plans.get(call.key)
-        if plan is not None:
+        if plan is not None and plan.nbytes <= self._most:
             with contextlib.suppress(NotShared):
                 plan.put(call.carriers, call.call_id, 0, ())
                 call.plan = plan
@@ -380,7 +381,7 @@ class Pipeline:
             )
             frame = self._planned(call, message) if self._is_to_be_planned(call) else None
             frame = frame or messages.pack(message)
-            if len(frame) > MAX_PACKET:
+            if len(frame) > self._most:
                 raise _Elsewhere
         except BaseException:
             self._exchange.take_back(headers)
@@ -408,7 +409,7 @@ class Pipeline:
             frame = messages.pack(messages.Plan(*message, number, lane.inlined, lane.room))
         except (ProtocolError, UsageError):
             return None
-        if len(frame) > MAX_PACKET:
+        if len(frame) > self._most:
             return None
         self._next_number = (number + 1) % MAX_PLANS
         self._plans.pop(self._numbered.pop(number, None), None)  # the worker forgets it now

@@ -192,3 +192,15 @@ def test_a_packet_that_the_system_does_not_take_can_go_another_way() -> None:
     assert two.recv(100) == b"short"
     lane.close()
     two.close()
+
+
+def test_a_system_with_small_buffers_says_what_it_takes(ends: tuple[Lane, Lane]) -> None:
+    """So that nothing waits here that would never go (submitted calls, answers behind others)."""
+    client, worker = ends
+    assert client.largest_packet() == worker.largest_packet() == MAX_PACKET
+    client._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    most = client.largest_packet()
+    with pytest.raises(TooLong):
+        client.send_nowait([b"\x91" * (most + 1)])
+    client.send_nowait([b"\x91" * most])
+    assert worker.receive_nowait() == [b"\x91" * most]

@@ -94,6 +94,11 @@ class Lane:
         """For a poller; -1 once closed."""
         return self._socket.fileno()
 
+    def largest_packet(self) -> int:
+        """Bytes of the largest packet that the system will ever take here."""
+        room: int = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - PACKET_HEAD
+        return min(MAX_PACKET, room)
+
     def send_nowait(self, frames: Sequence[bytes]) -> None:
         """Send the one frame without ever blocking; Unreachable where the peer is gone. TooLong, also where it has not read enough."""
         (frame,) = frames
@@ -179,7 +184,7 @@ class KeepingLane(Lane):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.backlog = deque()
-        self._most = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - PACKET_HEAD
+        self._most = self.largest_packet()
 
     def _send(self, frame: Any) -> None:
         """Send, or keep until the client has read more. TooLong; Unreachable where it has read nothing for too long."""
