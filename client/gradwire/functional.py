@@ -30,7 +30,7 @@ __all__ = ["Functional", "FunctionalHandle", "check_remote"]
 
 def check_remote(x: Any) -> None:
     """UsageError for what is none, such as a worker or a module of this process."""
-    if not isinstance(x, Remote):
+    if not hasattr(x, "handle"):
         raise UsageError(f"{x!r:.80} is no gradwire.Remote; give what worker.module(...) returns")
 
 
