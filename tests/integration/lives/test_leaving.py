@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -36,7 +37,8 @@ FORK = "child = os.fork()\nif not child: time.sleep(60); os._exit(0)"
 
 def kill(victims: str, pids: dict[str, int]) -> None:
     for victim in victims.split("+"):
-        os.kill(pids[victim], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # those who outlived the one before may have ended it by now
+            os.kill(pids[victim], signal.SIGKILL)
 
 
 KILLS = [(victims, load) for victims in ("program", "broker+program") for load in LOADS]
