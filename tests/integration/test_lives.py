@@ -183,7 +183,7 @@ def test_r51_killed_with_50_mb_under_way(
     worker = int(one.stdout.readline())
     pids = {"program": one.pid, "worker": worker, "broker": parent_of(worker)}
     for victim in victims.split("+"):
-        with contextlib.suppress(ProcessLookupError):  # those who outlived the one before may have ended it by now
+        with contextlib.suppress(ProcessLookupError):  # others may have ended it by now
             os.kill(pids[victim], signal.SIGKILL)
     expected = [
         pid

@@ -37,7 +37,7 @@ FORK = "child = os.fork()\nif not child: time.sleep(60); os._exit(0)"
 
 def kill(victims: str, pids: dict[str, int]) -> None:
     for victim in victims.split("+"):
-        with contextlib.suppress(ProcessLookupError):  # those who outlived the one before may have ended it by now
+        with contextlib.suppress(ProcessLookupError):  # others may have ended it by now
             os.kill(pids[victim], signal.SIGKILL)
 
 
