@@ -245,8 +245,9 @@ class Connection:
             self.exchange.take_back_loans(loans)
             self._lines.drop(line)
             self._raise_unreachable()
-        except BaseException:  # perhaps sent
+        except BaseException:  # perhaps sent; naming tokens twice harms nobody
             self._lines.drop(line)
+            self.released.extend(released)
             raise
         reply, frames = self._finish(line, call_id, start, timeout_s, plan)
         if frames:
@@ -430,11 +431,12 @@ class Connection:
         seen: list[Any],
     ) -> tuple[Any, Sequence[bytes]]:
         """The reply and its frames; what came is noted in ``seen`` at once, for whoever is interrupted after that."""
-        pings: list[int] = []
+        pings: list[int] | None = None
         while True:
             try:
                 received = line.receive()
             except sockets.Again:
+                pings = pings or []
                 received = self._wait_longer(line, deadline, pings)
             except sockets.Unreachable:
                 self._raise_unreachable(was_running=True)
@@ -450,7 +452,7 @@ class Connection:
             if reply.call_id == call_id or (reply.call_id == 0 and type(reply) is Failed):
                 return reply, frames
             seen.clear()
-            if reply.call_id in pings:  # which came behind the call
+            if pings and reply.call_id in pings:  # which came behind the call
                 raise was_lost(self.facts.name)
             self._decline(reply)
 

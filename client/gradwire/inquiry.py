@@ -46,9 +46,8 @@ class Inquiry:
         return False
 
     def _go_on(self) -> None:
-        with contextlib.suppress(
-            sockets.Unreachable, MemoryExhaustedError
-        ):  # it has ended; or no descriptor is left
+        # the worker has ended, as is told elsewhere; or no descriptor is left
+        with contextlib.suppress(sockets.Unreachable, MemoryExhaustedError):
             line = self._line = self._line or self._lines.check_out_dealer()
             if self._is_asked:
                 if line.receive_nowait() is None:

@@ -124,11 +124,11 @@ class Remote:
     if not TYPE_CHECKING:  # which is to find misspelt names
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"'Remote' object has no attribute {name!r}: only a call reaches what is in the worker. For another method of it give "
-                "worker.module() a factory whose result does that when it is called; weights are in state_dict()",
-                name=name,
-                obj=self,
+            raise _no_attribute(
+                self,
+                name,
+                "only a call reaches what is in the worker. For another method of it give worker.module() a factory whose "
+                "result does that when it is called; weights are in state_dict()",
             )
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -522,11 +522,10 @@ class Optimizer:
     if not TYPE_CHECKING:  # which is to find misspelt names
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"'Optimizer' object has no attribute {name!r}: its options are in the worker, to be changed by set(lr=...) and read "
-                "in state_dict()",
-                name=name,
-                obj=self,
+            raise _no_attribute(
+                self,
+                name,
+                "its options are in the worker, to be changed by set(lr=...) and read in state_dict()",
             )
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -570,6 +569,11 @@ class Optimizer:
     def load_state_dict(self, state: Any) -> None:
         """Go on from what `state_dict` gave, all or nothing. UsageError where it is of another optimizer or module."""
         self._change("load_optimizer_state", state)
+
+
+def _no_attribute(proxy: Any, name: str, advice: str) -> AttributeError:
+    kind = type(proxy).__name__
+    return AttributeError(f"{kind!r} object has no attribute {name!r}: {advice}", name=name, obj=proxy)
 
 
 def _clip_norm(norm: Any) -> float | None:

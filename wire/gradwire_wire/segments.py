@@ -236,9 +236,7 @@ class _Mapping:
         try:
             if hasattr(self, "address"):
                 munmap(self.address, self.nbytes)
-        except (
-            BaseException
-        ) as error:  # of a handler of signals; whether it is unmapped by then nobody can tell
+        except BaseException as error:  # of a handler of signals; perhaps it is unmapped by then
             postpone(error)
 
 

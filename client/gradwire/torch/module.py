@@ -19,7 +19,7 @@ from gradwire.families import family_of_call
 from gradwire.functional import Functional
 from gradwire.remote import stays_here
 from gradwire.torch.compiled import traced
-from gradwire.torch.names import Part, Place, placed, refuse_replacement
+from gradwire.torch.names import Fixed, Part, Place, placed
 from gradwire_wire.errors import GradwireError, RemoteError, UsageError
 from gradwire_wire.tensors.torch import NAME
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Module"]
 
 
-class Module(torch.nn.Module):
+class Module(Fixed):
     """``net = gw.torch.Module(remote)``: an ordinary module, whose forward runs in the worker.
 
     Its parameters have the remote's names and begin with the remote's values; those frozen there do not require
@@ -118,14 +118,6 @@ class Module(torch.nn.Module):
         return self._remote.remote.handle.name
 
     # ---- What is made of its parts ------------------------------------------------------------------------------------
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_replacement(self, name, value)
-        super().__setattr__(name, value)
-
-    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        refuse_replacement(self, name, module)
-        super().add_module(name, module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``half``, ``double`` and the like do. UsageError where a buffer of the worker's would be left behind."""

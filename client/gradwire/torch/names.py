@@ -9,22 +9,26 @@ import torch
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["Part", "Place", "placed", "refuse_replacement"]
+__all__ = ["Fixed", "Part", "Place", "placed"]
 
 
-class Part(torch.nn.Module):
+class Fixed(torch.nn.Module):
+    """A module whose parts and parameters stay: what is put in their place, the worker would not know."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _refuse_replacement(self, name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        _refuse_replacement(self, name, module)
+        super().add_module(name, module)
+
+
+class Part(Fixed):
     """Holds tensors, and parts; cannot be called. So hooks are refused, which would never be (pruning makes one, too)."""
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={tuple(x.shape)}" for name, x in self.named_parameters(recurse=False))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_replacement(self, name, value)
-        super().__setattr__(name, value)
-
-    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        refuse_replacement(self, name, module)
-        super().add_module(name, module)
 
     def _never_called(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
@@ -39,7 +43,7 @@ class Part(torch.nn.Module):
     register_backward_hook = _never_called
 
 
-def refuse_replacement(parent: torch.nn.Module, name: str, value: Any) -> None:
+def _refuse_replacement(parent: torch.nn.Module, name: str, value: Any) -> None:
     """UsageError for a module in the place of a part, or None in that of a parameter: the worker would go on without a word."""
     part = parent.__dict__.get("_modules", {}).get(name)
     if isinstance(part, Part) and value is not part:
