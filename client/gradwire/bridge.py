@@ -12,6 +12,7 @@ import numpy as np
 from gradwire.broker_link import BrokerLink
 from gradwire.families import barrier
 from gradwire.greenlets import check_none
+from gradwire.lines import lanes_wanted
 from gradwire.orders import (
     checked_dtype,
     checked_framework,
@@ -43,10 +44,11 @@ def connect(target: str | os.PathLike[str] | None = None, *, start_timeout: floa
     target: None; a ``.toml`` file, whose workers are started together in a private broker, and are ready when this
     returns (or which names a broker elsewhere); the address, runtime folder or name of a shared broker that ``gradwire
     up`` has started. start_timeout: seconds the broker may take to answer; ConnectError after that. UsageError names
-    what is wrong in a file, or with this program's threads (`gradwire.greenlets`); WorkerStartError where one of its workers does
+    what is wrong in a file, in GRADWIRE_LANE, or with this program's threads (`gradwire.greenlets`); WorkerStartError where one of its workers does
     not start (none is left then).
     """
     check_none()
+    lanes_wanted()
     start_timeout = checked_seconds(start_timeout)
     if target is not None and not isinstance(target, (str, os.PathLike)):
         raise UsageError(

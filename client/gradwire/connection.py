@@ -111,14 +111,15 @@ class Connection:
         self._open(timeout_s)
 
     def _open(self, timeout_s: float) -> None:
+        wants_lanes, wants_pages = lanes_wanted(), pages_wanted()
         self._tether = connect_tether(self.facts.tether_path, timeout_s)
         try:
             self.exchange, self._ours, welcome = self._shake_hands(timeout_s)
         except BaseException:
             self._tether.close()
             raise
-        lanes = welcome.lanes and lanes_wanted() and self.exchange.can_share
-        pages = welcome.pages and pages_wanted()
+        lanes = welcome.lanes and wants_lanes and self.exchange.can_share
+        pages = welcome.pages and wants_pages
         self._lines = Lines(self.facts.endpoint, self._client_id, self.exchange, LOOK_MS, lanes, pages)
         self._tether_fd = self._tether.fileno()
         self._link.watch(self._tether_fd, self._on_tether)

@@ -2,8 +2,8 @@
 
 A line is a lane (`gradwire_wire.lane`, with a page where both sides can: `gradwire_wire.page`) where the two
 processes share memory and the message fits a packet, and a ZeroMQ DEALER otherwise. In the environment,
-``GRADWIRE_LANE=zmq`` switches lanes off, ``GRADWIRE_LANE=socket`` pages. One thread always meets the same warm line; n
-threads at once need n. Deques make it thread-safe.
+``GRADWIRE_LANE=zmq`` switches lanes off, ``GRADWIRE_LANE=socket`` pages; ``page``, ``auto`` or nothing is the best that
+both sides can. One thread always meets the same warm line; n threads at once need n. Deques make it thread-safe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
+from gradwire_wire.errors import MemoryExhaustedError, ProtocolError, UsageError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
 from gradwire_wire.page import can_page, page_lane_pair
@@ -41,14 +41,22 @@ def _noted(line: Any) -> Any:
     return line
 
 
+def _wanted() -> str:
+    """What is the best that may be used, by the environment. UsageError where it says something else."""
+    wanted = os.environ.get("GRADWIRE_LANE") or "page"
+    if wanted not in ("auto", "page", "socket", "zmq"):
+        raise UsageError(f"GRADWIRE_LANE={wanted} is none of auto, page, socket and zmq: correct or unset it")
+    return wanted
+
+
 def lanes_wanted() -> bool:
-    """Whether this process uses lanes where it can."""
-    return os.environ.get("GRADWIRE_LANE", "") != "zmq"
+    """Whether this process uses lanes where it can. UsageError for an unknown GRADWIRE_LANE."""
+    return _wanted() != "zmq"
 
 
 def pages_wanted() -> bool:
-    """Whether its lanes have pages where they can."""
-    return os.environ.get("GRADWIRE_LANE", "") in ("", "page") and can_page()
+    """Whether its lanes have pages where they can. UsageError for an unknown GRADWIRE_LANE."""
+    return _wanted() in ("auto", "page") and can_page()
 
 
 def fits(line: Line, nbytes: int) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import gradwire as gw
 from gradwire import commands
 from gradwire.commands import brokers, call, doctor
 from gradwire.numpy_files import read_argument, write_result
@@ -67,6 +68,16 @@ def test_r52_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     assert "XDG_RUNTIME_DIR" in by_topic["sockets"]["remedy"]
     assert str(killed) in by_topic["left-overs"]["text"] and by_topic["left-overs"]["remedy"]
     assert by_topic["calls"]["remedy"] == "unset GRADWIRE_LANE"
+
+
+def test_a_lane_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for sockets, and a benchmark measured those."""
+    monkeypatch.setenv("GRADWIRE_LANE", "pages")
+    with pytest.raises(UsageError, match="GRADWIRE_LANE=pages is none of auto, page, socket and zmq"):
+        gw.connect()
+    done = gradwire("doctor", "--json", env={**os.environ})
+    (calls,) = (finding for finding in json.loads(done.stdout) if finding["topic"] == "calls")
+    assert calls["level"] == "problem" and calls["remedy"] == "unset GRADWIRE_LANE"
 
 
 # ---- A shared broker, from the shell -------------------------------------------------------------------------------

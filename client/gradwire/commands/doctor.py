@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gradwire.lines import lanes_wanted, pages_wanted
 from gradwire.surroundings import Interpreter, interpreters
 from gradwire_wire.budget import room_for
-from gradwire_wire.errors import MemoryExhaustedError
+from gradwire_wire.errors import MemoryExhaustedError, UsageError
 from gradwire_wire.machine import read_memory
 from gradwire_wire.process import is_stopped
 from gradwire_wire.rendezvous import candidates, find_cards, folders, is_running, why_unfit
@@ -173,6 +173,13 @@ def _sharing() -> Finding:
 
 
 def _lane() -> Finding:
+    try:
+        return _lane_wanted()
+    except UsageError as error:
+        return Finding("problem", "calls", str(error), "unset GRADWIRE_LANE")
+
+
+def _lane_wanted() -> Finding:
     if pages_wanted():
         return Finding(
             "ok", "calls", "go by lane (Unix sockets, with pages of shared memory) within this machine"
