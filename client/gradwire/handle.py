@@ -21,7 +21,8 @@ from gradwire_wire.words import Word, linear_count
 
 if TYPE_CHECKING:
     from gradwire.background import Background
-    from gradwire.pipeline import Pipeline, Submission
+    from gradwire.pipeline import Pipeline
+    from gradwire.submissions import Submission
 
 __all__ = ["Handle"]
 
@@ -255,7 +256,7 @@ class Handle:
         adopt: Callable[[Carrier], Any],
         again: Callable[[], Any],
     ) -> Submission:
-        """A call for the pipeline. See `gradwire.pipeline.Submission`."""
+        """A call for the pipeline. See `gradwire.submissions.Submission`."""
         if self.is_module and site.training is not False:
             self._note_stake(site, True)
         return pipeline.submission(self, self._remote, site, carriers, adopt, again)

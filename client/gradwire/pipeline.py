@@ -11,11 +11,9 @@ at once, and puts it behind the others; a single thread per connection, started 
 
 What is unsent goes to a worker that has nothing to do at once, and else in packets of several calls, which a worker serves
 without a sleep in between: that is what makes it faster than calls in turn. Answers come in the order of the
-calls. ``_lock`` guards the order and the window; nobody waits, sends or runs foreign code while holding it. Who waits for a
-future waits on a condition that those of one connection share: many answers at once wake it once. But each future has a lock of
-its own, for `concurrent.futures.wait` holds those of many at once, in an order that knows nothing of shared ones. (Locks are
-taken in this order: ``_lock``, a future's, ``_finished``.) Callbacks of others than ours run in the background's threads, since
-they may wait for what the pump is to bring.
+calls. ``_lock`` guards the order and the window; nobody waits, sends or runs foreign code while holding it. Locks are taken in
+this order: ``_lock``, a future's, ``_finished``, for which whoever wants a result waits (`gradwire.futures`). Callbacks of others
+than ours run in the background's threads, since they may wait for what the pump is to bring.
 
 Handlers of signals (Ctrl-C) may raise, or call in here, between any two steps of the main thread. So a call is under way
 by one `append`, which is the last that can fail; a packet is sent and noted as sent in one step (`Lane.send_and_note`); the pump is
@@ -38,31 +36,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from gradwire.answers import check_results
 from gradwire.background import Background, is_ours, no_thread, raising
-from gradwire.plans import Plan, signature_of
-from gradwire.site import Outcome, Site
-from gradwire_wire import messages, sockets
+from gradwire.futures import OVER, RUNNING, CallFuture, belongs_to, finish
+from gradwire.submissions import Coder, Elsewhere, Strange, Submission
+from gradwire_wire import sockets
 from gradwire_wire.batches import MAX_BATCH, batch_of
-from gradwire_wire.carriers import Carrier
-from gradwire_wire.chain import serving
-from gradwire_wire.errors import (
-    DeadlineError,
-    GradwireError,
-    ProtocolError,
-    UsageError,
-    WorkerDiedError,
-)
-from gradwire_wire.exchange import NotShared
+from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError, WorkerDiedError
 from gradwire_wire.lane import Lane, TooLong
-from gradwire_wire.messages import Done, Failed
-from gradwire_wire.plans import MAX_PLANS
 
 if TYPE_CHECKING:
     from gradwire.connection import Connection
-    from gradwire.handle import Handle
 
-__all__ = ["CallFuture", "Pipeline", "Submission"]
+__all__ = ["Pipeline"]
 
 WINDOW, LOW = 128, 48
 """Calls under way at most; who waits for room is woken when there are so few, and not for each."""
@@ -70,123 +55,10 @@ NBYTES = 16 << 20
 """Bytes of arguments under way at most (one call may have more)."""
 BATCH, BATCH_NBYTES, SOON = 16, 16 << 10, 1 << 10
 """Calls that go as soon as there are so many; bytes of one packet; bytes of arguments that do not wait for others."""
-SMALL = 64 << 10
-"""Bytes of an argument that is copied where it waits here."""
 LOOK_S = 0.1
 """Seconds between two looks of whoever waits for what may be told elsewhere."""
 AT_ONCE = 32
 """Answers that are read before anybody is told of them."""
-_RUNNING, _FINISHED = "RUNNING", "FINISHED"
-_OVER = frozenset({_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"})
-_RLock: Any = type(threading.RLock())
-"""The class in C: to take it by `with` is one step, which no handler of signals interrupts."""
-
-
-class _Elsewhere(Exception):
-    """The call cannot go by the pipeline; nothing was sent or lent."""
-
-
-class _OwnLock(_RLock):
-    """What a `Future` takes for its condition: a lock of its own, and who is to be woken waits elsewhere."""
-
-    finished: threading.Condition
-
-    def notify_all(self) -> None:
-        """What was done to the future is seen by whoever waits for any of the connection."""
-        with self.finished._lock:  # type: ignore[attr-defined]
-            self.finished.notify_all()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Nobody waits here: see `CallFuture.wait`."""
-        return False
-
-
-class CallFuture(Future[Any]):
-    """A future for which one waits on the condition of its connection."""
-
-    def __init__(self, finished: threading.Condition) -> None:
-        self._condition = lock = _OwnLock()
-        lock.finished = finished
-        self._state = "PENDING"
-        self._result: Any = None
-        self._exception: BaseException | None = None
-        self._waiters: list[Any] = []
-        self._done_callbacks: list[Any] = []
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See `concurrent.futures.Future.result`."""
-        try:
-            if self._state != _FINISHED:
-                self.wait(timeout)
-            if self._state == _FINISHED and self._exception is None:
-                return self._result
-            return super().result(0)
-        finally:
-            del self  # an error that is raised has this frame, and would hold its caller's variables
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See `concurrent.futures.Future.exception`."""
-        self.wait(timeout)
-        return super().exception(0)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Until it is done or cancelled, or the seconds have passed."""
-        finished: Any = self._condition.finished  # type: ignore[attr-defined]
-        with finished._lock:
-            finished.wait_for(self._is_over, timeout)
-
-    def _is_over(self) -> bool:
-        """As `done`, without the future's lock, which is not to be taken here."""
-        return self._state in _OVER
-
-
-class Submission:
-    """One call: what it needs to be encoded, and then to be told its answer.
-
-    adopt: makes a tensor of a result's carrier. again: makes the call the ordinary way.
-    """
-
-    __slots__ = (
-        "adopt",
-        "again",
-        "call_id",
-        "carriers",
-        "chain",
-        "frame",
-        "future",
-        "handle",
-        "is_abandoned",
-        "is_fresh",
-        "is_new",
-        "key",
-        "nbytes",
-        "number",
-        "plan",
-        "remote",
-        "signature",
-        "site",
-    )
-
-    def __init__(
-        self,
-        handle: Handle,
-        remote: int,
-        site: Site,
-        carriers: list[Carrier],
-        adopt: Callable[[Carrier], Any],
-        again: Callable[[], Any] | None,
-    ) -> None:
-        self.handle, self.remote, self.site, self.carriers = handle, remote, site, carriers
-        self.adopt, self.again = adopt, again
-        self.chain = chain = serving()
-        self.signature = signature = signature_of(carriers)
-        self.key = (remote, site.number, tuple(chain) if chain else (), signature)
-        self.nbytes = sum([c.array.nbytes for c in carriers])
-        self.is_abandoned = self.is_new = self.is_fresh = False
-        self.call_id = self.number = 0
-        self.frame = b""
-        self.plan: Plan | None = None
-        self.future: Any = None
 
 
 class Pipeline:
@@ -195,9 +67,8 @@ class Pipeline:
     def __init__(self, connection: Connection, lane: Lane, background: Background) -> None:
         """Takes over the lane."""
         self._connection, self._lane, self._background = connection, lane, background
-        self._most = lane.largest_packet()
-        self._exchange = connection.exchange
         self._lock = threading.RLock()
+        self._coder = Coder(connection, lane, self._lock)
         self._room, self._work = threading.Condition(self._lock), threading.Condition(self._lock)
         self._finished_lock = threading.RLock()
         self._finished = threading.Condition(self._finished_lock)
@@ -210,11 +81,6 @@ class Pipeline:
         self._nbytes = 0
         self._blocked = 0
         self._is_idle = self._is_over = False
-        self._plans: dict[Any, Plan] = {}
-        self._numbered: dict[int, Any] = {}
-        self._next_number = 0
-        self._making: set[Any] = set()
-        self._seen: set[Any] = set()
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
@@ -245,12 +111,13 @@ class Pipeline:
             if self._is_over:
                 return None
             if not has_room:
-                self._put_off(call)
+                call.hold()
+                self._waiting.append(call)
                 return call.future
             self._wake()
             try:
                 self._begin(call)
-            except _Elsewhere:
+            except Elsewhere:
                 return None
         unsent = self._number - self._sent[-1]
         if unsent >= BATCH or call.nbytes > SOON or unsent >= len(self._under_way):
@@ -273,22 +140,14 @@ class Pipeline:
             self._blocked -= 1
         return True
 
-    def _put_off(self, call: Submission) -> None:
-        """It has to wait its turn (lock held)."""
-        call.carriers = [
-            Carrier(c.array.copy(order="K"), c.dtype) if c.array.nbytes <= SMALL else c for c in call.carriers
-        ]
-        call.is_fresh = False
-        self._waiting.append(call)
-
     def _begin(self, call: Submission) -> None:
         """The call is under way, and cannot be cancelled any more (lock held). Raises as `submit`."""
         if call.is_fresh:
-            call.future._state = _RUNNING
+            call.future._state = RUNNING
         elif not call.future.set_running_or_notify_cancel():
             return
         is_first, now = not self._under_way, time.perf_counter()
-        call.frame = self._encoded(call)
+        call.frame = self._coder.frame_of(call)
         call.carriers, call.again = [], None
         self._nbytes += call.nbytes
         if is_first:
@@ -326,7 +185,7 @@ class Pipeline:
         """Send the first frames that are unsent. Whether the lane took them."""
         calls = list(self._under_way)
         first = self._sent[-1] + 1 - calls[0].number if calls else 0
-        frames = _of_one_packet([call.frame for call in calls[first : first + MAX_BATCH]])
+        frames = of_one_packet([call.frame for call in calls[first : first + MAX_BATCH]])
         try:
             return bool(frames) and self._send_frames(frames)
         except sockets.Unreachable:
@@ -342,80 +201,6 @@ class Pipeline:
         with contextlib.suppress(TooLong):
             return lane.send_and_note(frames[0], note, sent + 1)
         return False
-
-    # -- encoding (lock held) ----------------------------------------------------------------------
-
-    def _encoded(self, call: Submission) -> bytes:
-        lane = self._lane
-        call.call_id = next(self._connection._call_ids)
-        plan = None if call.signature is None else self._plans.get(call.key)
-        if plan is not None and plan.nbytes <= self._most:
-            with contextlib.suppress(NotShared):
-                plan.put(call.carriers, call.call_id, 0, ())
-                call.plan = plan
-                return bytes(lane.outgoing[: plan.nbytes])
-        return self._long(call)
-
-    def _long(self, call: Submission) -> bytes:
-        """A message; a Plan where such a call was made before."""
-        further: list[Any] = []
-        headers = self._exchange.lend(call.carriers, further)
-        try:
-            if further:
-                raise _Elsewhere
-            site = call.site
-            message = messages.Call(
-                *(
-                    call.call_id,
-                    call.remote,
-                    site.structure,
-                    (),
-                    0,
-                    0,
-                    0,
-                    site.training,
-                    site.flags,
-                    site.seed,
-                ),
-                *(headers, [], call.chain),
-            )
-            frame = self._planned(call, message) if self._is_to_be_planned(call) else None
-            frame = frame or messages.pack(message)
-            if len(frame) > self._most:
-                raise _Elsewhere
-        except BaseException:
-            self._exchange.take_back(headers)
-            if call.is_new:
-                call.plan, call.is_new = None, False
-                self._making.discard(call.key)
-            raise
-        return frame
-
-    def _is_to_be_planned(self, call: Submission) -> bool:
-        key = call.key
-        if call.signature is None or key in self._making:
-            return False
-        was_seen = key in self._seen
-        if len(self._seen) > 16 * MAX_PLANS:
-            self._seen.clear()
-        self._seen.add(key)
-        return was_seen
-
-    def _planned(self, call: Submission, message: messages.Call) -> bytes | None:
-        number, lane = self._next_number, self._lane
-        assert call.signature is not None
-        try:
-            plan = Plan(number, lane, call.signature, self._exchange)
-            frame = messages.pack(messages.Plan(*message, number, lane.inlined, lane.room))
-        except (ProtocolError, UsageError):
-            return None
-        if len(frame) > self._most:
-            return None
-        self._next_number = (number + 1) % MAX_PLANS
-        self._plans.pop(self._numbered.pop(number, None), None)  # the worker forgets it now
-        call.plan, call.is_new = plan, True
-        self._making.add(call.key)
-        return frame
 
     # -- the pump ------------------------------------------------------------------------------------
 
@@ -476,8 +261,8 @@ class Pipeline:
         call = self._under_way.popleft()
         now = time.perf_counter()
         try:
-            result, error = self._outcome(call, received, reply, frames), None
-        except _Strange:
+            result, error = self._coder.result_of(call, received, reply, frames), None
+        except Strange:
             self._under_way.appendleft(call)
             raise ProtocolError("an answer to another call than the next") from None
         except BaseException as raised:
@@ -488,46 +273,6 @@ class Pipeline:
         self._connection.waited_s += now - self._since
         self._since = now
         done.append((call, result, error))
-
-    def _outcome(self, call: Submission, received: Any, reply: Any, frames: Sequence[bytes]) -> Any:
-        connection, plan = self._connection, call.plan
-        if reply is None:
-            if plan is None:
-                raise _Strange
-            head = plan.head(received)
-            if head.call_id != call.call_id:
-                raise _Strange
-            connection.compute_ns += head.compute_ns
-            connection._give_back(head.token)
-            if call.is_abandoned:
-                plan.decline()
-                return None
-            return _tree(call, Outcome(plan.take(), plan.structure, 0))
-        if reply.call_id != call.call_id and not (type(reply) is Failed and reply.call_id == 0):
-            raise _Strange
-        self._making.discard(call.key)
-        if type(reply) is Failed:
-            if self._is_over and reply.type_name == "KeyboardInterrupt":  # by `close`, which has cancelled it
-                connection._raise_closed(was_running=True)
-            raise connection.error_of(reply)
-        return self._long_outcome(call, reply, frames)
-
-    def _long_outcome(self, call: Submission, reply: Done, frames: Sequence[bytes]) -> Any:
-        connection, plan = self._connection, call.plan
-        connection.compute_ns += reply.compute_ns
-        connection._give_back(reply.token)
-        if plan is not None:
-            plan.note_done(reply, self._exchange)
-            if call.is_new:
-                with self._lock:
-                    self._plans[call.key] = plan
-                    self._numbered[plan.number] = call.key
-        if call.is_abandoned:
-            self._exchange.decline(reply.headers)
-            return None
-        check_results((), reply.headers)
-        carriers = self._exchange.borrow_all(reply.headers, frames[1:])
-        return _tree(call, Outcome(carriers, reply.structure, 0))
 
     def _make_room(self, done: Sequence[Any]) -> None:
         """So many calls fewer are under way: others begin."""
@@ -551,7 +296,7 @@ class Pipeline:
     def _begin_or_tell(self, call: Submission) -> None:
         try:
             self._begin(call)
-        except _Elsewhere:
+        except Elsewhere:
             self._make_again(call)
         except BaseException as error:
             self._background.start(call.future, raising(error))
@@ -563,8 +308,8 @@ class Pipeline:
     def _complete(self, done: Sequence[tuple[Submission, Any, BaseException | None]]) -> None:
         """Tell the futures, and then their callbacks."""
         for call, result, error in done:
-            if not call.is_abandoned and self._is_ours(call.future):
-                _finish(call.future, result, error)
+            if not call.is_abandoned and belongs_to(call.future, self._finished):
+                finish(call.future, result, error)
         with self._finished_lock:
             self._finished.notify_all()
         for call, result, error in done:
@@ -572,13 +317,10 @@ class Pipeline:
                 continue
             if error is not None:
                 self._note_error(call, error)
-            if not self._is_ours(call.future):  # made before the worker was restarted
+            if not belongs_to(call.future, self._finished):  # made before the worker was restarted
                 self._background.start(call.future, _giving(result) if error is None else raising(error))
             elif call.future._done_callbacks:
                 self._call_back(call.future)
-
-    def _is_ours(self, future: Any) -> bool:
-        return getattr(future._condition, "finished", None) is self._finished
 
     def _note_error(self, call: Submission, error: BaseException) -> None:
         if isinstance(error, WorkerDiedError):
@@ -630,7 +372,7 @@ class Pipeline:
         if latest and threading.current_thread() is not self._thread:
             future = latest[0].future  # perhaps of a former connection, with another condition
             with self._finished_lock:
-                while future._state not in _OVER:
+                while future._state not in OVER:
                     self._finished.wait(LOOK_S)
 
     def close(self) -> None:
@@ -645,28 +387,7 @@ class Pipeline:
             self._work.notify_all()
 
 
-class _Strange(Exception):
-    """Not the answer to the call whose turn it is."""
-
-
-def _tree(call: Submission, outcome: Outcome) -> Any:
-    return outcome.tree(call.adopt)
-
-
-def _finish(future: Any, result: Any, error: BaseException | None) -> None:
-    """Whoever waits for it is woken later, and callbacks are called later."""
-    with future._condition:
-        if future._state == _FINISHED:  # somebody's who interrupted its submission
-            return
-        future._result, future._exception, future._state = result, error, _FINISHED
-        for waiter in future._waiters:
-            if error is None:
-                waiter.add_result(future)
-            else:
-                waiter.add_exception(future)
-
-
-def _of_one_packet(unsent: list[bytes]) -> list[bytes]:
+def of_one_packet(unsent: list[bytes]) -> list[bytes]:
     """The first frames: as many as go into one packet."""
     frames: list[bytes] = []
     nbytes = 0

@@ -47,7 +47,8 @@ from gradwire_wire.structures import fill, flatten, positional
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from gradwire.pipeline import Pipeline, Submission
+    from gradwire.pipeline import Pipeline
+    from gradwire.submissions import Submission
 
 __all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
 

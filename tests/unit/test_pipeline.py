@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from gradwire.background import Background, raising
-from gradwire.pipeline import BATCH_NBYTES, CallFuture, _finish, _of_one_packet
+from gradwire.futures import CallFuture, finish
+from gradwire.pipeline import BATCH_NBYTES, of_one_packet
 from gradwire_wire.batches import MAX_BATCH
 from gradwire_wire.errors import MemoryExhaustedError
 
 
 def test_a_packet_is_the_first_frames_that_fit() -> None:
     frames = [bytes(10)] * (MAX_BATCH + 5)
-    assert _of_one_packet(frames) == frames[:MAX_BATCH]
-    assert _of_one_packet([]) == []
+    assert of_one_packet(frames) == frames[:MAX_BATCH]
+    assert of_one_packet([]) == []
     long = bytes(BATCH_NBYTES)
-    assert _of_one_packet([long, b"x"]) == [long]
-    assert _of_one_packet([b"x", long]) == [b"x"]
+    assert of_one_packet([long, b"x"]) == [long]
+    assert of_one_packet([b"x", long]) == [b"x"]
 
 
 # ---- Futures -----------------------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def test_who_holds_the_locks_of_some_keeps_nobody_from_those_of_others(futures: 
         assert waited.result(5).not_done == {third, fourth}
     waited = in_thread(lambda: wait(futures))
     for future in futures:
-        _finish(future, 7, None)
+        finish(future, 7, None)
     assert waited.result(5).done == set(futures)
 
 
@@ -80,8 +81,8 @@ def outcome_of(future: Future[Any]) -> str:
 
 
 def test_the_first_outcome_stays(futures: list[CallFuture]) -> None:
-    _finish(futures[0], 1, None)
-    _finish(futures[0], None, ValueError("late"))
+    finish(futures[0], 1, None)
+    finish(futures[0], None, ValueError("late"))
     assert futures[0].result(0) == 1
 
 
