@@ -30,7 +30,7 @@ from gradwire.endings import (
     was_restarted,
     without_frames,
 )
-from gradwire.inquiry import Inquiry, InquiryBehind
+from gradwire.inquiry import inquiry_about
 from gradwire.lines import Line, Lines, fits, lanes_wanted, pages_wanted
 from gradwire.plans import Plan, Seen, add, next_number, short_of, signature_of
 from gradwire.site import Outcome, Site
@@ -48,7 +48,7 @@ from gradwire_wire.errors import (
     class_named,
 )
 from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
-from gradwire_wire.lane import Lane, TooLong
+from gradwire_wire.lane import TooLong
 from gradwire_wire.messages import Call, Done, Failed, Long
 from gradwire_wire.plans import MAX_RELEASED
 from gradwire_wire.segments import Ledger
@@ -458,11 +458,8 @@ class Connection:
             self._decline(reply)
 
     def _wait_longer(self, line: Line, deadline: float | None, pings: list[int]) -> Any:
-        """What comes on the line at last, to whoever has waited in vain for a moment. pings: see `InquiryBehind`."""
-        is_lane = isinstance(line, Lane)
-        inquiry = (
-            Inquiry(self._lines, self._call_ids) if is_lane else InquiryBehind(line, self._call_ids, pings)
-        )
+        """What comes on the line at last, to whoever has waited in vain for a moment. pings: see `gradwire.inquiry`."""
+        inquiry = inquiry_about(line, self._lines, self._call_ids, pings)
         try:
             while True:
                 self._look_around(deadline)

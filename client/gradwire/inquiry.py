@@ -13,22 +13,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
 from gradwire.lines import Line, Lines
 from gradwire_wire import messages, sockets
 from gradwire_wire.errors import MemoryExhaustedError
+from gradwire_wire.sockets import Dealer
 
-__all__ = ["Inquiry", "InquiryBehind"]
+__all__ = ["Inquiry", "InquiryBehind", "InquiryBeside", "inquiry_about"]
+
+AFTER = 20
+"""So many moments nothing is asked."""
+ENOUGH = 50
+"""Pings answered by another line, at most one a moment: far more than there are packets that are no calls before the call on
+its line (a Release a second, where the worker is busy with others)."""
 
 
-class Inquiry:
-    """About one call. `is_lost` is asked whenever one has waited in vain for a moment; `end` at the end.
+class Inquiry(Protocol):
+    """About one call."""
 
-    AFTER: so many moments nothing is asked. ENOUGH: Pings answered, at most one a moment: far more than there are packets that
-    are no calls before it on the line (a Release a second, where the worker is busy with others).
-    """
+    def is_lost(self) -> bool:
+        """Whether the call will certainly never be answered: asked whenever one has waited in vain for a moment.
 
-    AFTER, ENOUGH = 20, 50
+        Never waits, nor raises.
+        """
+
+    def end(self) -> None:
+        """The call is over, or nobody waits for it any more."""
+
+
+def inquiry_about(line: Line, lines: Lines, call_ids: Iterator[int], pings: list[int]) -> Inquiry:
+    """About the call on that line. pings: see `InquiryBehind`."""
+    if isinstance(line, Dealer):
+        return InquiryBehind(line, call_ids, pings)
+    return InquiryBeside(lines, call_ids)
+
+
+class InquiryBeside:
+    """About a call on a lane: Pings go by another line."""
 
     def __init__(self, lines: Lines, call_ids: Iterator[int]) -> None:
         self._lines, self._call_ids = lines, call_ids
@@ -37,11 +59,11 @@ class Inquiry:
         self._is_asked = False
 
     def is_lost(self) -> bool:
-        """Whether the call will certainly never be answered. Never waits, nor raises."""
-        if self._answered >= self.ENOUGH:  # and one has looked for the call's answer since
+        """See `Inquiry`."""
+        if self._answered >= ENOUGH:  # and one has looked for the call's answer since
             return True
         self._moments += 1
-        if self._moments > self.AFTER:
+        if self._moments > AFTER:
             self._go_on()
         return False
 
@@ -57,7 +79,7 @@ class Inquiry:
             self._is_asked = True
 
     def end(self) -> None:
-        """The call is over, or nobody waits for it any more."""
+        """See `Inquiry`. A Ping that is not answered yet will be."""
         line, self._line = self._line, None
         if line is not None and self._is_asked:
             self._lines.set_aside(line)
@@ -65,21 +87,21 @@ class Inquiry:
             self._lines.check_in(line)
 
 
-class InquiryBehind(Inquiry):
+class InquiryBehind:
     """About a call by ZeroMQ. ``pings``: call ids of the Pings that were sent behind it, ever more rarely."""
 
     def __init__(self, line: Line, call_ids: Iterator[int], pings: list[int]) -> None:
-        self._behind, self._call_ids, self._pings = line, call_ids, pings
-        self._moments, self._next = 0, self.AFTER
+        self._line, self._call_ids, self._pings = line, call_ids, pings
+        self._moments, self._next = 0, AFTER
 
     def is_lost(self) -> bool:
-        """See `Inquiry`; here the answers tell."""
+        """Never: what comes on the line tells, where that is the answer to one of the Pings."""
         self._moments += 1
         if self._moments > self._next:
             self._next *= 2
             ping = next(self._call_ids)
             with contextlib.suppress(sockets.Unreachable):
-                self._behind.send_nowait([messages.pack(messages.Ping(ping))])
+                self._line.send_nowait([messages.pack(messages.Ping(ping))])
                 self._pings.append(ping)
         return False
 

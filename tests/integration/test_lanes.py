@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.inquiry import Inquiry
+from gradwire import inquiry
 from gradwire.lines import lanes_wanted, pages_wanted
 from gradwire_wire.lane import MAX_PACKET
 
@@ -64,8 +64,8 @@ def test_a_late_reply_is_nobodys(worker: gw.Worker) -> None:
 
 def test_a_call_that_was_lost_ends_with_an_error(worker: gw.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no call that takes long is taken for one, though its worker is asked again and again."""
-    monkeypatch.setattr(Inquiry, "AFTER", 1)
-    monkeypatch.setattr(Inquiry, "ENOUGH", 3)
+    monkeypatch.setattr(inquiry, "AFTER", 1)
+    monkeypatch.setattr(inquiry, "ENOUGH", 3)
     double, nap = worker.function("any_framework:double"), worker.function("in_numpy:nap_in_c")
     for n in (3, 50_000):
         for _ in range(n % 3 + 3):  # (long ones first, then planned and short ones)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire import lines as pool
-from gradwire.inquiry import Inquiry, InquiryBehind
+from gradwire.inquiry import ENOUGH, InquiryBehind
 from gradwire.lines import Lines
 from gradwire_wire import messages
 from gradwire_wire.errors import ProtocolError
@@ -105,6 +105,6 @@ class Slow:
 def test_r69_by_zeromq_nothing_overtakes_a_call_that_is_under_way_for_long() -> None:
     line, pings = Slow(), []  # type: ignore[var-annotated]
     inquiry = InquiryBehind(line, itertools.count(7), pings)  # type: ignore[arg-type]
-    assert not any(inquiry.is_lost() for _ in range(100 * Inquiry.ENOUGH))
+    assert not any(inquiry.is_lost() for _ in range(100 * ENOUGH))
     inquiry.end()
     assert line.sent == [messages.Ping(n) for n in pings] and pings[0] == 7 and 5 < len(pings) < 10
