@@ -7,23 +7,23 @@ import mmap
 import os
 from typing import Any
 
-from gradwire_wire import segments
+from gradwire_wire.segments import borrowed, own, shared_page, system
 
 __all__ = ["install"]
 
 PAGE = mmap.PAGESIZE
 MAP_FIXED = 0x10
-_libc = segments._libc
+_libc = system.libc
 
 
 class GuardedMapping:
-    """Stands in for `segments._Mapping`: the same addresses, between two pages without any rights."""
+    """Stands in for `system.Mapping`: the same addresses, between two pages without any rights."""
 
     __slots__ = ("_start", "address", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, flags: int) -> None:
         whole = -(-nbytes // PAGE) * PAGE
-        none = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | segments.MAP_NORESERVE
+        none = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | system.MAP_NORESERVE
         start = _libc.mmap(None, whole + 2 * PAGE, 0, none, -1, 0)
         if start == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -42,4 +42,5 @@ class GuardedMapping:
 
 def install() -> None:
     """From now on every segment of this process is mapped between guards."""
-    segments._Mapping = GuardedMapping  # type: ignore[misc,assignment]
+    for module in (own, borrowed, shared_page):
+        module.Mapping = GuardedMapping  # type: ignore[attr-defined]

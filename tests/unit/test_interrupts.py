@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from gradwire_wire.interruption import postpone, postponed, raise_postponed
-from gradwire_wire.segments import OwnSegment, _Mapping
+from gradwire_wire.segments import OwnSegment
+from gradwire_wire.segments.system import Mapping
 from gradwire_wire.tether import OwnedSocket
 from gradwire_workers.interrupts import Interrupts
 
@@ -96,7 +97,7 @@ def test_r62_what_a_handler_raises_while_a_finalizer_closes_something_is_not_los
 
 
 def test_r62_what_a_handler_raises_while_memory_is_unmapped_is_not_lost() -> None:
-    mapping = _Mapping(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = Mapping(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.__del__(munmap=_raise)
     with pytest.raises(_Interrupted):
         raise_postponed()

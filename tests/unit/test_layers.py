@@ -1,6 +1,6 @@
 """The rules about imports hold, and what holds them can fail.
 
-import-linter holds the layers, and keeps each framework and zmq to the files named after them (contracts in
+import-linter holds the layers, and keeps each framework, zmq and shared memory to their places (contracts in
 pyproject.toml, run by `make check`). What it cannot see is read off the syntax tree here: serializers that run
 code, and imports by a name in a string.
 """
@@ -120,13 +120,15 @@ CONTRACT_CASES = [
     ("wire/gradwire_wire/dtypes.py", "import ml_dtypes", False),
     ("wire/gradwire_wire/sockets.py", "import zmq", True),
     ("workers/gradwire_workers/loop.py", "import zmq.asyncio", False),
+    ("wire/gradwire_wire/segments/own.py", "import mmap", True),
+    ("wire/gradwire_wire/exchange.py", "import mmap", False),
 ]
 
 
 @pytest.mark.parametrize(("file", "source", "allowed"), CONTRACT_CASES)
 def test_the_contracts_tell_right_from_wrong(tmp_path: Path, file: str, source: str, allowed: bool) -> None:
     """On a tree of empty packages and one file with one import."""
-    for package in (*PACKAGES, "wire/gradwire_wire/tensors"):
+    for package in (*PACKAGES, "wire/gradwire_wire/tensors", "wire/gradwire_wire/segments"):
         (tmp_path / package).mkdir(parents=True)
         (tmp_path / package / "__init__.py").touch()
     (tmp_path / file).write_text(source + "\n")

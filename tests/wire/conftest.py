@@ -151,5 +151,5 @@ def without_memfd(monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
         asked.append(name)
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("gradwire_wire.segments._create_memfd", refused)
+    monkeypatch.setattr("gradwire_wire.segments.files._create_memfd", refused)
     return asked

@@ -691,7 +691,7 @@ def test_R63_memory_that_cannot_be_had_later_on(pair: Pair, monkeypatch: pytest.
     def refused(name: str) -> int:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("gradwire_wire.segments._create_memfd", refused)
+    monkeypatch.setattr("gradwire_wire.segments.files._create_memfd", refused)
     one, _ = pair
     (y,) = one.send(full(3))
     assert (y == 3).all() and not one.memory.is_shared and one.settle() == 0

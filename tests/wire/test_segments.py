@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwire_wire import segments
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
 from gradwire_wire.segments import (
     ForeignSegment,
@@ -30,7 +29,11 @@ from gradwire_wire.segments import (
     Ledger,
     OwnSegment,
     SharingUnavailableError,
+    borrowed,
+    files,
     holder_of,
+    private_copies,
+    system,
     take_memory,
 )
 
@@ -137,7 +140,7 @@ def by_another_thread(view: np.ndarray) -> None:
 def by_madvise(view: np.ndarray) -> None:
     """Private copies that nobody wrote anything into."""
     address = view.ctypes.data & -PAGE
-    assert not segments._madvise(address, view.nbytes, segments.MADV_POPULATE_WRITE)
+    assert not system.madvise(address, view.nbytes, system.MADV_POPULATE_WRITE)
 
 
 @pytest.mark.parametrize("write", [by_numpy, by_the_kernel, by_another_thread, by_madvise])
@@ -175,7 +178,7 @@ def test_where_changes_cannot_be_known_they_are_assumed(
     own: OwnSegment, foreign: ForeignSegment, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for unreadable in ({os.getpid(): -1}, {os.getpid(): own.fd}):  # hidden; or reading it fails
-        monkeypatch.setattr(segments, "_pagemap", unreadable)
+        monkeypatch.setattr(private_copies, "_pagemap", unreadable)
         own.array((N,), "f4", 0)[:] = 3
         view = lease(foreign, ledger)
         assert foreign.is_changed(0, 4 * N)
@@ -191,7 +194,7 @@ def test_where_private_pages_cannot_be_dropped_the_slot_stays_leased(
 ) -> None:
     view = lease(foreign, ledger)
     view[0] = 1
-    monkeypatch.setattr(segments, "_madvise", lambda *_: -1)
+    monkeypatch.setattr(borrowed, "madvise", lambda *_: -1)
     del view
     assert not marked(ledger)
 
@@ -319,11 +322,11 @@ def test_who_holds_an_array(own: OwnSegment, foreign: ForeignSegment, ledger: Le
 # ---- Descriptors that could pull memory away -----------------------------------------------------------------------------
 
 
-def memfd(nbytes: int, seals: int = segments.F_SEAL_SHRINK) -> int:
+def memfd(nbytes: int, seals: int = files.F_SEAL_SHRINK) -> int:
     fd = os.memfd_create("gradwire-test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     if seals:
-        segments.fcntl.fcntl(fd, segments.F_ADD_SEALS, seals)
+        files.fcntl.fcntl(fd, files.F_ADD_SEALS, seals)
     return fd
 
 
@@ -349,7 +352,7 @@ leftovers: list[str] = []
 
 BAD_DESCRIPTORS: dict[str, tuple[Callable[[], int], int]] = {
     "unsealed": (lambda: memfd(MIB, 0), MIB),
-    "sealed against growth only": (lambda: memfd(MIB, segments.F_SEAL_GROW), MIB),
+    "sealed against growth only": (lambda: memfd(MIB, files.F_SEAL_GROW), MIB),
     "smaller than announced": (lambda: memfd(MIB), MIB + 1),
     "much smaller than announced": (lambda: memfd(MIB), 2**64 - 1),
     "of no bytes": (lambda: memfd(MIB), 0),

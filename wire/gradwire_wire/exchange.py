@@ -6,7 +6,7 @@
     borrow  header  ─► bytes in the message: a copy;  in a segment: a leased view, no copy
 
 A lock guards the arena, the loans and the tether; nobody waits while holding it. Our own finalizers
-never take it: they mark a ledger or append to a deque (see segments.py). A handler of signals, or a finalizer of
+never take it: they mark a ledger or append to a deque (see `segments`). A handler of signals, or a finalizer of
 the user's, may come while its own thread has the lock: it must neither wait for it nor find half of a step done. To
 lend is refused then, and what else it may do (close a worker or the bridge) is postponed, or harmless. Nothing
 here is specific to client or worker.

@@ -29,6 +29,7 @@ from gradwire_wire.errors import (
 )
 from gradwire_wire.exchange import Exchange, Memory, NotShared, close_all
 from gradwire_wire.lane import MAX_PACKET, Lane, TooLong, received_lane
+from gradwire_wire.machine import read_memory
 from gradwire_wire.messages import (
     Call,
     Done,
@@ -46,7 +47,7 @@ from gradwire_wire.messages import (
     Welcome,
 )
 from gradwire_wire.page import WorkerPage, can_page, received_page_lane
-from gradwire_wire.segments import Ledger, read_memory
+from gradwire_wire.segments import Ledger
 from gradwire_wire.sockets import Addressee
 from gradwire_wire.structures import fill_call, flatten
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
