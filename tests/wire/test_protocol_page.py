@@ -240,7 +240,7 @@ def test_dtypes() -> None:
 
 def test_extension_codes() -> None:
     assert {name: int(code) for code, name, _ in rows(PAGE, "code")} == {
-        name: getattr(structures, constant)
+        name: getattr(structures.format, constant)
         for name, constant in [
             *(
                 (n, n.upper())

@@ -25,14 +25,9 @@ from hypothesis.extra import numpy as arrays
 from gradwire_wire import structures
 from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import (
-    DATACLASS,
-    INTEGER,
     LEAF,
     MAX_BYTES,
     MAX_DEPTH,
-    NAMEDTUPLE,
-    ORDEREDDICT,
-    SCALAR,
     TUPLE,
     fill,
     fill_leaves_only,
@@ -41,7 +36,9 @@ from gradwire_wire.structures import (
     leaf_paths,
     leaves_like,
     positional,
+    reading,
 )
+from gradwire_wire.structures.format import DATACLASS, INTEGER, NAMEDTUPLE, ORDEREDDICT, SCALAR
 
 Ext = msgpack.ExtType
 
@@ -527,10 +524,10 @@ def test_leaves_only_keeps_containers_and_drops_the_rest() -> None:
 
 
 def test_long_structures_are_not_remembered() -> None:
-    structures._cached_count.cache_clear()
+    reading._cached_count.cache_clear()
     for i in range(50):
         leaf_count(flatten([i, "x" * (structures.MAX_CACHED + 1)], is_tensor)[0])
-    assert structures._cached_count.cache_info().currsize == 0
+    assert reading._cached_count.cache_info().currsize == 0
 
 
 def test_threads_fill_at_once() -> None:

@@ -1,0 +1,53 @@
+"""Argument and result trees: a *structure* (bytes) with numbered holes, and the leaves that fill them.
+
+The structure is msgpack: what does not change from call to call (containers, keywords, Python
+scalars, strings) as bytes that compare, hash and cache, while tensors are numbered in order of
+appearance. Types msgpack lacks are extension types (the table below). Nothing received is
+imported or evaluated: a namedtuple or dataclass is rebuilt with the receiver's own class where one
+of that name and those fields is loaded already, and with a stand-in of the same shape where not.
+
+=====  ===========  ================================================================
+code   meaning      payload (msgpack unless said otherwise)
+=====  ===========  ================================================================
+1      leaf         its number, from 0
+2      tuple        array of the items
+3      complex      16 bytes: real, imaginary as big-endian doubles
+4      integer      signed big-endian bytes; only what does not fit 64 bits
+5      scalar       [numpy dtype, bytes in little-endian order]
+6      namedtuple   [module, qualname, field names, values]; Python's struct sequences too
+7      dataclass    [module, qualname, field names, values]
+8      OrderedDict  array of [key, value]
+=====  ===========  ================================================================
+
+msgpack has no types for bytearray and memoryview: they arrive as bytes.
+
+`flattening` and `filling` are the way there and back; below them are `format` (codes and limits), `reading` (bytes to trees)
+and `values` (what msgpack has no type for); `places` tells where leaves are.
+"""
+
+from __future__ import annotations
+
+from gradwire_wire.structures.filling import fill, fill_call, positional_count
+from gradwire_wire.structures.flattening import LONE_LEAF, flatten, positional
+from gradwire_wire.structures.format import LEAF, MAX_BYTES, MAX_CACHED, MAX_DEPTH, TUPLE, Leaf
+from gradwire_wire.structures.places import fill_leaves_only, leaf_paths, leaves_like
+from gradwire_wire.structures.reading import leaf_count
+
+__all__ = [
+    "LEAF",
+    "LONE_LEAF",
+    "MAX_BYTES",
+    "MAX_CACHED",
+    "MAX_DEPTH",
+    "TUPLE",
+    "Leaf",
+    "fill",
+    "fill_call",
+    "fill_leaves_only",
+    "flatten",
+    "leaf_count",
+    "leaf_paths",
+    "leaves_like",
+    "positional",
+    "positional_count",
+]

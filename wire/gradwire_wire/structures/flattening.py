@@ -1,0 +1,146 @@
+"""Trees into structures and leaves."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from functools import lru_cache
+from typing import Any, Callable
+
+import msgpack
+import numpy as np
+
+from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError
+from gradwire_wire.structures.format import (
+    COMPLEX,
+    DATACLASS,
+    INTEGER,
+    MAX_DEPTH,
+    NAMEDTUPLE,
+    ORDEREDDICT,
+    SCALAR,
+    TUPLE,
+    Leaf,
+    check_length,
+    hole,
+)
+from gradwire_wire.structures.reading import leaf_count
+from gradwire_wire.structures.values import field_names, is_record, name_of, pack_scalar, tuple_fields
+from gradwire_wire.wide_trees import pack_wide
+
+__all__ = ["LONE_LEAF", "POSITIONAL", "flatten", "positional"]
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tuple[bytes, list[Any]]:
+    """Split a tree into its structure and its leaves, in order of appearance.
+
+    is_leaf: tells a tensor, by its type alone; never asked about dict, list, None and Python's scalars.
+    Raises UnsupportedTensorError for a value that cannot cross, naming its type and what to do, and
+    UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
+    """
+    if type(tree) not in _NATIVE and is_leaf(tree):
+        return LONE_LEAF, [tree]
+    leaves: list[Any] = []
+    try:
+        structure = pack_wide(tree, is_leaf, leaves) or _Flattener(leaves, is_leaf).pack(tree)
+        if len(structure) > MAX_DEPTH:  # each level takes a byte or more
+            check_length(structure)
+            leaf_count(structure)
+        return structure, leaves
+    except UsageError:
+        raise
+    except ProtocolError as error:
+        raise UsageError(f"{prefix or 'the arguments'}: this tree cannot be sent: {error}") from error
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{prefix or 'the arguments'}: a text in it is not Unicode: {error}; send it as bytes, os.fsencode(text)"
+        ) from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise UsageError(
+            f"{prefix or 'the arguments'}: this tree cannot be sent: {error}; is it nested too deeply or in itself?"
+        ) from error
+    except TypeError as error:
+        raise UnsupportedTensorError(f"{prefix or 'the arguments'}: {error}") from error
+
+
+_SMALL_BUFFER: dict[str, Any] = {"buf_size": 1024} if msgpack.version >= (1, 1) else {}
+"""A packer's own default is a buffer of 256 KiB, which the system would give and take each time."""
+
+
+class _Flattener:
+    """One flattening: msgpack's packer calls `other` for everything it has no type for."""
+
+    __slots__ = ("depth", "is_leaf", "leaves")
+
+    def __init__(self, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> None:
+        self.leaves, self.is_leaf, self.depth = leaves, is_leaf, 0
+
+    def pack(self, tree: Any) -> bytes:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} levels")
+        packer = msgpack.Packer(default=self.other, strict_types=True, **_SMALL_BUFFER)
+        packed: bytes = packer.pack(tree)
+        self.depth -= 1
+        return packed
+
+    def other(self, x: Any) -> Any:
+        if self.is_leaf(x):
+            self.leaves.append(x)
+            return hole(len(self.leaves) - 1)
+        kind = type(x)
+        if kind is tuple:
+            return msgpack.ExtType(TUPLE, self.pack(list(x)))
+        if kind is complex:
+            return msgpack.ExtType(COMPLEX, struct.pack(">dd", x.real, x.imag))
+        if kind is int:
+            return msgpack.ExtType(INTEGER, x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
+        if isinstance(x, np.generic):
+            return msgpack.ExtType(SCALAR, pack_scalar(x))
+        if isinstance(x, _NUMBERS) and hasattr(x, "aval"):
+            return self.other(complex(x)) if isinstance(x, complex) else self.number(x)
+        if kind is OrderedDict:
+            return msgpack.ExtType(ORDEREDDICT, self.pack([[k, v] for k, v in x.items()]))
+        names = tuple_fields(kind) if isinstance(x, tuple) else None  # type: ignore[arg-type]
+        if names is not None:
+            return msgpack.ExtType(NAMEDTUPLE, self.pack([*name_of(kind), names, list(x)]))
+        if is_record(x):
+            names = field_names(kind)
+            return msgpack.ExtType(
+                DATACLASS, self.pack([*name_of(kind), names, [getattr(x, n) for n in names]])
+            )
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent. Trees may hold dict, list, tuple, namedtuple, "
+            "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
+            f"{_instead_of(x)}"
+        )
+
+    def number(self, x: Any) -> Any:
+        """Python's own out of what a tracer has made of it: of its class, with an abstract value beside (`jax.vjp(f, x, 3)`)."""
+        if isinstance(x, float):
+            return float(x)
+        return int(x) if x.bit_length() < 64 else self.other(int(x))
+
+
+_NUMBERS = (int, float, complex)
+
+
+def _instead_of(x: Any) -> str:
+    """What to do about a value that cannot be sent."""
+    if hasattr(x, "__await__"):
+        return "await it, and send what it gives"
+    if hasattr(x, "add_done_callback"):
+        return "it will have a result: wait for that (.result()), or make the call by .submit(...), which takes futures"
+    return "convert it, or make it inside the worker"
+
+
+@lru_cache(maxsize=64)
+def positional(count: int) -> bytes:
+    """The structure of a call with ``count`` tensors as positional arguments and nothing else."""
+    return flatten([[Leaf(i) for i in range(count)], {}], lambda x: type(x) is Leaf)[0]
+
+
+_NATIVE = frozenset({dict, list, tuple, type(None), bool, int, float, complex, str, bytes})
+LONE_LEAF = flatten([Leaf(0)], lambda x: type(x) is Leaf)[0][1:]  # without the array around it
+POSITIONAL = {positional(count): count for count in range(17)}
+"""The commonest trees, which need no unpacking: one tensor, and calls with tensors as arguments."""
