@@ -22,12 +22,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gradwire_wire import exchange as exchange_module
 from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME, dtype_named
 from gradwire_wire.errors import ClosedError, MemoryExhaustedError, ProtocolError, UnsupportedTensorError
 from gradwire_wire.exchange import INLINE_BYTES, Exchange, Memory, dense_strides
+from gradwire_wire.exchange import memory as memory_module
 from gradwire_wire.messages import Hello, Segment, Welcome
 from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import Tether, TetherClosedError
@@ -625,7 +625,7 @@ def test_garbage_here_is_collected_before_memory_is_short(join: Join) -> None:
 
 
 def test_a_collection_is_asked_for_and_waited_for(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "COLLECT_S", 20.0)  # the machine may be busy
+    monkeypatch.setattr(memory_module, "COLLECT_S", 20.0)  # the machine may be busy
     one, other = join(Memory(limit=4 * MIB))
     gc.disable()
     try:
@@ -634,14 +634,14 @@ def test_a_collection_is_asked_for_and_waited_for(join: Join, monkeypatch: pytes
         cycle.append(cycle)
         late = threading.Timer(0.05, other.exchange.receive_segments)
         late.start()
-        collect = exchange_module.gc.collect
+        collect = memory_module.gc.collect
         del y, cycle
-        exchange_module.gc.collect = lambda: threading.current_thread() is late and collect()  # type: ignore[assignment]
+        memory_module.gc.collect = lambda: threading.current_thread() is late and collect()  # type: ignore[assignment]
         (z,) = one.send(np.ones(2 * MIB, "u1"))
         assert z.all()
         late.join()
     finally:
-        exchange_module.gc.collect = collect  # type: ignore[assignment]
+        memory_module.gc.collect = collect  # type: ignore[assignment]
         gc.enable()
 
 
@@ -649,11 +649,11 @@ def test_the_limit_is_not_waited_for_when_nobody_has_anything(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = join(Memory(limit=MIB))
-    monkeypatch.setattr(exchange_module.gc, "collect", int)
+    monkeypatch.setattr(memory_module.gc, "collect", int)
     start = time.monotonic()
     with pytest.raises(MemoryExhaustedError):
         one.send(np.ones(2 * MIB, "u1"))
-    assert time.monotonic() - start < exchange_module.COLLECT_S
+    assert time.monotonic() - start < memory_module.COLLECT_S
 
 
 # ---- Where memory cannot be shared ------------------------------------------------------------------------------------------------------
