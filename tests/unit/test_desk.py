@@ -41,7 +41,7 @@ from gradwire_wire.page import page_lane_pair, received_page_lane
 from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import fill, flatten, positional
 from gradwire_wire.tether import Tether, TetherClosedError, connect_tether
-from gradwire_workers.desk import Desk
+from gradwire_workers.turns import Turns
 
 TOKEN, INCARNATION = b"t" * 16, b"i" * 16
 N = 100_000
@@ -239,14 +239,14 @@ def test_a_page_that_is_awake_is_not_forgotten_for_another() -> None:
     """Its client does not ring, and would wait for ever: it stays until it has left off."""
     one, other = (page_lane_pair(100) for _ in range(2))
     lanes = [received_page_lane(theirs.detach(), os.dup(segment.fd)) for _, theirs, segment in (one, other)]
-    desk: Any = Desk.__new__(Desk)
-    desk._awake, desk._latest, desk._in_row = (lanes[0], None), None, 0
+    turns: Any = Turns()
+    turns.awake = (lanes[0], None)
     for _ in range(5):
-        desk._note_turn(lanes[1], None)
-    assert desk._awake[0] is lanes[0]
-    desk._awake = None
-    desk._note_turn(lanes[1], None)
-    assert desk._awake[0] is lanes[1]
+        turns.note(lanes[1], None)
+    assert turns.awake[0] is lanes[0]
+    turns.awake = None
+    turns.note(lanes[1], None)
+    assert turns.awake[0] is lanes[1]
     for client, _, segment in (one, other):
         client.close()
         segment.close()

@@ -121,7 +121,7 @@ CONTRACT_CASES = [
     ("wire/gradwire_wire/sockets.py", "import zmq", True),
     ("workers/gradwire_workers/loop.py", "import zmq.asyncio", False),
     ("wire/gradwire_wire/segments/own.py", "import mmap", True),
-    ("wire/gradwire_wire/exchange.py", "import mmap", False),
+    ("wire/gradwire_wire/page.py", "import mmap", False),
 ]
 
 

@@ -30,7 +30,7 @@ from gradwire_wire import (
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.headers import Header
 from gradwire_wire.segments import Ledger
-from gradwire_workers import desk
+from gradwire_workers import calls
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 
@@ -178,7 +178,7 @@ def test_limits() -> None:
         "cancelled calls of a ledger": Ledger.CANCELLED,
         "plans of a line, numbered from 0": plans.MAX_PLANS,
         "released tokens in a short call": plans.MAX_RELEASED,
-        "DEALERs of one client that have plans": desk.MAX_DEALERS,
+        "DEALERs of one client that have plans": calls.MAX_DEALERS,
     }
     assert f"A tensor of {exchange.INLINE_BYTES} bytes or less" in PAGE
     assert Ledger.LOANS == 65024

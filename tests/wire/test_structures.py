@@ -212,7 +212,7 @@ def test_R20_numbers_that_a_tracer_wraps_are_pythons_again() -> None:
         assert same(there_and_back([wrapped, {"a": (wrapped,)}] * 5), [value, {"a": (value,)}] * 5)
 
 
-def test_a_bytearray_arrives_as_bytes() -> None:  # msgpack leaves us no choice; said in structures.py
+def test_a_bytearray_arrives_as_bytes() -> None:  # msgpack leaves us no choice; said in structures
     assert there_and_back([bytearray(b"ab"), memoryview(b"cd")]) == [b"ab", b"cd"]
 
 

@@ -8,7 +8,8 @@ from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier, Columns, plain_avals
 from gradwire_wire.dtypes import DType
 from gradwire_wire.errors import ProtocolError
-from gradwire_wire.exchange import Exchange
+from gradwire_wire.exchange import Exchange, NotShared
+from gradwire_wire.lane import TooLong
 from gradwire_wire.plans import (
     ANSWER,
     CALL,
@@ -23,6 +24,7 @@ from gradwire_wire.plans import (
     avals_of,
     layout_of,
 )
+from gradwire_wire.sockets import Unreachable
 from gradwire_workers.program import Program, Runner, WorkerSite
 
 __all__ = ["Plan", "checked_layout", "short_of"]
@@ -33,19 +35,18 @@ _pack_answer, _unpack_call, _unpack_head = ANSWER.pack_into, CALL.unpack_from, C
 class Plan:
     """A call without its tensors, at the line it comes by. ``call``: the message that made it, without its tensors.
 
-    chain: incarnations of the workers it comes through, ours the last. ``nbytes``: of a short call; ``answer_nbytes``:
-    of a short answer, after `put`.
+    chain: incarnations of the workers it comes through, ours the last. ``nbytes``: of a short call.
     """
 
     __slots__ = (
         "_answer",
+        "_answer_nbytes",
         "_exchange",
         "_frame",
         "_number",
         "_outgoing",
         "_structure",
         "adopters",
-        "answer_nbytes",
         "call",
         "chain",
         "nbytes",
@@ -69,7 +70,7 @@ class Plan:
         self.call = call._replace(headers=[], released=[])
         self.program, self.site, self.word, self.chain = program, site, word, chain
         self._exchange, self._structure = exchange, b""
-        self._outgoing, self._number, self.answer_nbytes = line.outgoing, call.plan, 0
+        self._outgoing, self._number, self._answer_nbytes = line.outgoing, call.plan, 0
         self._frame = Frame(layout, line.incoming, exchange)
         self.nbytes = layout.nbytes
         self._answer: Frame | None = None
@@ -97,22 +98,39 @@ class Plan:
         """A long answer goes out: short ones look like it from now on."""
         layout = layout_of(avals_of(done.headers), self.call.inlined, self.call.room)
         self._answer = None if layout is None else Frame(layout, self._outgoing, self._exchange)
-        self.answer_nbytes = 0 if layout is None else layout.nbytes
+        self._answer_nbytes = 0 if layout is None else layout.nbytes
         self._structure = done.structure
 
-    def put(
-        self, call_id: int, carriers: Sequence[Carrier | None], structure: bytes, token: int, ns: int
-    ) -> Sequence[int] | None:
-        """Write a short answer into the line's buffer; the loans it makes. None where these results need a long one.
+    def answer(
+        self,
+        line: Any,
+        call_id: int,
+        carriers: Sequence[Carrier | None],
+        structure: bytes,
+        token: int,
+        ns: int,
+    ) -> bool:
+        """Answer by a short frame; False where these results need a long one.
 
-        Raises `exchange.NotShared` where a tensor cannot be lent, and MemoryExhaustedError.
+        Raises MemoryExhaustedError, and Unreachable where the client is gone; nothing is lent then.
         """
         answer = self._answer
         if answer is None or structure != self._structure or not _is_alike(carriers, answer):
-            return None
-        loans = answer.put(carriers)
+            return False
+        try:
+            loans = answer.put(carriers)
+        except NotShared:
+            return False
         _pack_answer(self._outgoing, 0, SHORT_ANSWER, 0, self._number, 0, call_id, token, ns)
-        return loans
+        try:
+            line.send_short_nowait(self._answer_nbytes)
+        except TooLong:
+            self._exchange.take_back_loans(loans)
+            return False
+        except Unreachable:
+            self._exchange.take_back_loans(loans)
+            raise
+        return True
 
 
 def _runner_of(program: Any, site: WorkerSite) -> Runner | None:

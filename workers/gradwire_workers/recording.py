@@ -17,8 +17,10 @@ from gradwire_wire.messages import Trace
 from gradwire_wire.recordings import COLUMNS, MAX_ROWS, Ring
 from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import flatten
-from gradwire_workers.desk import Desk, Session
+from gradwire_workers.answers import Answers, Reply
+from gradwire_workers.desk import Desk
 from gradwire_workers.interrupts import Interrupts
+from gradwire_workers.sessions import Line, Session
 
 __all__ = ["act"]
 
@@ -42,10 +44,12 @@ def act(desk: Desk, session: Session, trace: Trace) -> tuple[bytes, list[Carrier
 
 def _begin(desk: Desk, session: Session) -> None:
     if type(desk) is Desk:
-        desk.__dict__.update(free=now(), ready=0, call_id=0, recorded=WeakSet())
-        desk._interrupts.__dict__.update(call_id=0, begun=0, computed=0)
+        desk.__dict__.update(free=now(), recorded=WeakSet())
+        desk.answers.__dict__.update(call_id=0, ready=0)
+        desk.users_code.interrupts.__dict__.update(call_id=0, begun=0, computed=0)
         desk.__class__ = RecordingDesk
-        desk._interrupts.__class__ = RecordingInterrupts
+        desk.answers.__class__ = RecordingAnswers
+        desk.users_code.interrupts.__class__ = RecordingInterrupts
     desk.__dict__["recorded"].add(session)
 
 
@@ -54,7 +58,8 @@ def _end(desk: Desk, session: Session) -> None:
         recorded = desk.__dict__["recorded"]
         recorded.discard(session)
         if not recorded:
-            desk._interrupts.__class__ = Interrupts
+            desk.users_code.interrupts.__class__ = Interrupts
+            desk.answers.__class__ = Answers
             desk.__class__ = Desk
 
 
@@ -76,49 +81,50 @@ class RecordingInterrupts(Interrupts):
         self.computed = now()
 
 
+class RecordingAnswers(Answers):
+    """Notes when an answer is ready, and to which call."""
+
+    call_id: int
+    ready: int
+
+    def send(self, session: Session | None, reply: Reply, line: Line) -> bool:
+        """As of `Answers`."""
+        self.ready, self.call_id = now(), reply.message.call_id
+        return super().send(session, reply, line)
+
+
 class RecordingDesk(Desk):
-    """Notes when each message of those clients came, was acted on and was answered."""
+    """Notes when each message of those clients came and was answered."""
 
     recorded: WeakSet[Session]
     free: int
-    ready: int
-    call_id: int
-    _interrupts: RecordingInterrupts
 
-    def _serve_one(self, session: Session | None, frames: list[bytes], line: Any) -> None:
-        received = _begin_row(self)
-        super()._serve_one(session, frames, line)
-        _end_row(self, session, received)
+    def _serve(self, session: Session | None, received: list[bytes] | int, line: Line) -> None:
+        came = _begin_row(self)
+        super()._serve(session, received, line)
+        _end_row(self, session, came)
 
-    def _serve_short(self, session: Session, line: Any, nbytes: int) -> None:
-        received = _begin_row(self)
-        super()._serve_short(session, line, nbytes)
-        _end_row(self, session, received)
-
-    def _send(self, session: Session | None, reply: Any, line: Any) -> bool:
-        self.ready, self.call_id = now(), reply.message.call_id
-        return super()._send(session, reply, line)
-
-    def _end(self, fd: int) -> None:
-        _, session = self._tethers[fd]
-        super()._end(fd)
-        if session is not None:
-            _end(self, session)
+    def _forget(self, session: Session) -> None:
+        super()._forget(session)
+        _end(self, session)
 
 
 # Not methods: the message that ends a recording changes the desk's class before its row would be made.
 
 
 def _begin_row(desk: RecordingDesk) -> int:
-    noted = desk._interrupts
-    desk.call_id = desk.ready = noted.call_id = noted.begun = noted.computed = 0
+    ran: Any = desk.users_code.interrupts
+    answer: Any = desk.answers
+    answer.call_id = answer.ready = ran.call_id = ran.begun = ran.computed = 0
     return now()
 
 
 def _end_row(desk: RecordingDesk, session: Session | None, received: int) -> None:
-    sent, noted = now(), desk._interrupts
+    sent = now()
+    ran: Any = desk.users_code.interrupts
+    answer: Any = desk.answers
     ring = session.__dict__.get("ring") if session is not None else None
-    call_id = desk.call_id or noted.call_id
+    call_id = answer.call_id or ran.call_id
     if ring is not None and call_id:  # a message without a number has no answer
         # (a column holds 63 bits; no honest client has counted so far)
         ring.add(
@@ -126,9 +132,9 @@ def _end_row(desk: RecordingDesk, session: Session | None, received: int) -> Non
                 call_id & (1 << 63) - 1,
                 desk.free,
                 received,
-                noted.begun,
-                noted.computed,
-                desk.ready or sent,
+                ran.begun,
+                ran.computed,
+                answer.ready or sent,
                 sent,
             )
         )

@@ -91,11 +91,9 @@ def lose_the_next_call():
     """What only a fault in gradwire does: the message after this one is read, and forgotten."""
     from gradwire_workers.desk import Desk
 
-    ways = {name: getattr(Desk, name) for name in ("_serve_one", "_serve_short")}
+    serve = Desk._serve
 
     def forget(*_):
-        for name, way in ways.items():
-            setattr(Desk, name, way)
+        Desk._serve = serve
 
-    for name in ways:
-        setattr(Desk, name, forget)
+    Desk._serve = forget

@@ -1,0 +1,90 @@
+"""Where the user's code runs: marked as running, so that its caller can interrupt it, and with the chain of calls it is part of."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Iterator, Sequence
+
+import numpy as np
+
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.chain import serve
+from gradwire_workers.evaluation import evaluate
+from gradwire_workers.interrupts import Interrupts
+from gradwire_workers.plans import Plan
+from gradwire_workers.program import Program, Result, WorkerSite
+from gradwire_workers.residuals import Kept, Residuals
+from gradwire_workers.sessions import Session
+
+__all__ = ["UsersCode"]
+
+
+class UsersCode:
+    """Runs on the thread that made this, which handles signals. What is kept goes to ``residuals``."""
+
+    def __init__(self, engine: Any, incarnation: bytes, residuals: Residuals) -> None:
+        self._engine, self._incarnation, self._residuals = engine, incarnation, residuals
+        self.interrupts = Interrupts()
+
+    def evaluate(
+        self,
+        session: Session,
+        program: Program,
+        site: WorkerSite,
+        word: Any,
+        request: Any,
+        call_id: int,
+        operands: list[Any],
+        chain: list[bytes],
+    ) -> tuple[Result, int, int]:
+        """A derived function at the operands: results, the token of what is kept, nanoseconds."""
+        start = time.perf_counter_ns()
+        try:
+            serve(chain)
+            self.interrupts.begin(session.marks, call_id)
+            result, residual = evaluate(program, site, word, request, operands, self._residuals, self._zeros)
+        finally:
+            self.interrupts.end()
+            serve(())
+        elapsed = time.perf_counter_ns() - start
+        token = 0
+        if residual is not None:
+            avals = () if word or getattr(residual, "takes_absent", False) else self._inexact(result.tensors)
+            kept = Kept(residual, request.remote, session.client_id, program.generation, avals)
+            token = self._residuals.add(kept)
+        return result, token, elapsed
+
+    def run_planned(
+        self, session: Session, call_id: int, plan: Plan, operands: list[Any]
+    ) -> tuple[Sequence[Any], bytes, int, int]:
+        """As `evaluate`, where nothing is kept and the plan knows how to run: results, tree, 0, nanoseconds."""
+        interrupts = self.interrupts
+        start = time.perf_counter_ns()
+        try:
+            serve(plan.chain)
+            interrupts.begin(session.marks, call_id)
+            tensors, structure = plan.run(operands)  # type: ignore[misc]
+        finally:
+            interrupts.end()
+            serve(())
+        return tensors, structure, 0, time.perf_counter_ns() - start
+
+    @contextlib.contextmanager
+    def running(self, session: Session, call_id: int, is_interruptible: bool = True) -> Iterator[None]:
+        """What runs here is the user's: it may be interrupted by its caller, and what it calls is part of this call."""
+        serve([self._incarnation])
+        try:
+            if is_interruptible:
+                self.interrupts.begin(session.marks, call_id)
+            yield
+        finally:
+            self.interrupts.end()
+            serve(())
+
+    def _inexact(self, results: Sequence[Any]) -> list[Aval]:
+        """Shapes and dtypes of what has a cotangent."""
+        return [aval for aval in map(self._engine.aval, results) if aval.dtype.is_inexact]
+
+    def _zeros(self, aval: Aval) -> Any:
+        return self._engine.adopt(Carrier(np.zeros(aval.shape, aval.dtype.carrier), aval.dtype, True))
