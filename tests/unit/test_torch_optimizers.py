@@ -16,6 +16,7 @@ from gradwire_wire.tensors import torch as tensors
 from gradwire_workers import torch as engine
 from gradwire_workers.program import WorkerSite
 from gradwire_workers.state import State
+from gradwire_workers.torch.optimizers import _bare_step as bare_step
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 STEP = "torch.optim.lr_scheduler:StepLR"
@@ -286,3 +287,89 @@ def test_an_optimizer_of_another_life_or_module_is_refused() -> None:
             pair.act("zero_grad", other)
     with pytest.raises(UsageError, match="former life"):
         one.state.act(two.program, "zero_grad", [number], {})
+
+
+# ---- What is left out where nobody would see it ----------------------------------------------------------------------
+
+
+class _Careful(torch.optim.SGD):
+    """Has a `zero_grad` of its own, and a step."""
+
+    zeroed = stepped = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.stepped += 1
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+def _stepped(pair: Pair, number: int, zero_grad: bool = False) -> None:
+    pair.accumulate()
+    pair.act("step", number, None, zero_grad)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "both", "global"])
+def test_hooks_of_an_optimizer_are_called_whenever_they_came(kind: str) -> None:
+    from torch.optim import optimizer as everywhere
+
+    pair, seen = Pair(), []
+    number = pair.act("optimizer", "torch.optim:SGD", {"lr": 0.1})
+    own = pair.state._optimizers[number].optimizer._optimizer
+    _stepped(pair, number)
+
+    def hook(*args: Any) -> None:
+        seen.append(args[0])
+
+    places = {
+        "pre": [own.register_step_pre_hook],
+        "post": [own.register_step_post_hook],
+        "both": [own.register_step_pre_hook, own.register_step_post_hook],
+        "global": [everywhere.register_optimizer_step_pre_hook, everywhere.register_optimizer_step_post_hook],
+    }[kind]
+    handles = [register(hook) for register in places]
+    try:
+        _stepped(pair, number)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [own] * len(places)
+    _stepped(pair, number)
+    assert len(seen) == len(places)
+
+
+def test_what_an_optimizer_does_itself_is_done() -> None:
+    pair = Pair()
+    number = pair.act("optimizer", f"{__name__}:_Careful", {"lr": 0.1})
+    own = pair.state._optimizers[number].optimizer._optimizer
+    _stepped(pair, number, zero_grad=True)
+    assert (own.stepped, own.zeroed) == (1, 1)
+    assert all(p.grad is None for p in pair.net.parameters())
+    calls: list[str] = []
+    own.zero_grad = lambda set_to_none=True: calls.append("zero_grad")
+    own.step = lambda closure=None: calls.append("step")
+    _stepped(pair, number, zero_grad=True)
+    assert calls == ["step", "zero_grad"] and (own.stepped, own.zeroed) == (1, 1)
+
+
+def test_a_profiler_sees_steps() -> None:
+    pair = Pair()
+    number = pair.act("optimizer", "torch.optim:SGD", {"lr": 0.1})
+    _stepped(pair, number)
+    with torch.autograd.profiler.profile() as profile:
+        _stepped(pair, number, zero_grad=True)
+    names = {event.name for event in profile.function_events}
+    assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= names
+
+
+def test_the_bare_step_is_that_of_torchs_optimizers_alone() -> None:
+    parameters = list(mlp().parameters())
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS):
+        optimizer = kind(parameters)
+        assert bare_step(optimizer) != optimizer.step
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)  # which notes each step
+    assert bare_step(optimizer) == optimizer.step
+    unhooked = type("Unhooked", (), {"step": lambda self: None})()
+    assert bare_step(unhooked) == unhooked.step

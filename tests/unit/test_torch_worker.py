@@ -20,7 +20,7 @@ from gradwire_wire.structures import fill, flatten, positional
 from gradwire_wire.tensors.torch import aval, is_tensor
 from gradwire_workers import torch as engine
 from gradwire_workers.program import WorkerSite
-from gradwire_workers.torch import kept
+from gradwire_workers.torch import kept, state
 
 Word = tuple[Any, ...]
 f64 = functools.partial(torch.randn, dtype=torch.float64)
@@ -519,6 +519,72 @@ def test_pullbacks_accumulate_like_backward() -> None:
         assert found[0] is None
         assert_close(found[1:], wanted[1:])
     assert _accumulated(net, not_accumulating) == [None] * 4
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("ct", [torch.ones(5), torch.ones(1, 3), torch.ones(5, 3, dtype=torch.complex64)])
+def test_a_cotangent_that_is_not_like_the_result_is_refused(ct: Any, accumulate: bool) -> None:
+    """The engine itself would broadcast it, or sum over it."""
+    net = mlp()
+    _, residual = program(net).keep(site(1, accumulate=True), (), [torch.ones(5, 4)])
+    with pytest.raises(RuntimeError, match="Mismatch"):
+        residual.derive(("T", (0,), 1), [ct], keep=False, accumulate=accumulate)
+    assert all(p.grad is None for p in net.parameters())
+
+
+class _Named(nn.Linear):
+    """Says which parameters it has."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return [("weight", self.weight)]
+
+
+class _Apart(nn.Sequential):
+    """Hides its parts from whoever walks through it."""
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        yield prefix, self
+
+
+def _tied() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.ParameterList([torch.ones(2)]))
+    net[1].weight = net[0].weight
+    net.again = net[1]
+    net.register_module("nothing", None)
+    net.register_parameter("none", None)
+    return net
+
+
+def _hidden() -> nn.Module:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].named_modules = lambda *args, **kwargs: []
+    return net
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        mlp,
+        _tied,
+        _hidden,
+        lambda: _Named(3, 3),
+        lambda: nn.Sequential(nn.Sequential(_Named(3, 3)), _Apart(nn.Linear(2, 2))),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(3, 3))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_parameters_are_those_that_the_module_names(make: Callable[[], nn.Module]) -> None:
+    net = make()
+    assert {id(p) for p in state.parameters(net)} == {id(p) for p in net.parameters()}
+    assert len(state.parameters(net)) == len(list(net.parameters()))
+    if type(net) is nn.Sequential:
+        net.append(nn.Linear(1, 1))
+        net[0].requires_grad_(False)
+        assert {id(p) for p in state.parameters(net)} == {id(p) for p in net.parameters()}
+        assert {id(p) for p in program(net).trainable()} == {
+            id(p) for p in net.parameters() if p.requires_grad
+        }
 
 
 def test_gradients_never_alias_the_cotangent() -> None:

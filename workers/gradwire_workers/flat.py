@@ -23,14 +23,16 @@ class Flat:
         self, target: Callable[..., Any], site: WorkerSite, is_tensor: Callable[[Any], bool]
     ) -> None:
         self._target, self._site, self._is_tensor = target, site, is_tensor
-        self._count = None if site.anchored else positional_count(site.structure)
+        self._first = int(site.anchored)  # of the operands that the target sees
+        self._count = positional_count(site.structure)
         self.structure = b""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        if self._count == len(operands):
-            tree = self._target(*operands)
+        given = operands[self._first :]
+        if self._count == len(given):
+            tree = self._target(*given)
         else:
-            args, kwargs = fill_call(self._site.structure, operands[1:] if self._site.anchored else operands)
+            args, kwargs = fill_call(self._site.structure, given)
             tree = self._target(*args, **kwargs)
         self.structure, leaves = flatten(tree, self._is_leaf, "the result")
         return tuple(leaves)

@@ -5,14 +5,24 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from copy import deepcopy
+from functools import lru_cache, partial
 from typing import Any, Callable, Sequence
 
 import torch
+from torch.optim import optimizer as _torch_optimizer
 
 from gradwire_wire.errors import UsageError
 
 __all__ = ["TorchOptimizer"]
 
+_Base = torch.optim.Optimizer
+_is_profiled: Callable[[], bool] = getattr(torch._C._autograd, "_profiler_enabled", lambda: True)
+_HOOKED = "torch autograd profiler record_function _optimizer_step_pre_hooks _optimizer_step_post_hooks _optimizer_step_code"
+_ABOUT_HOOKS = frozenset(
+    f"{_HOOKED} cast Optimizer __class__ __name__ format chain values isinstance tuple len RuntimeError "
+    "_global_optimizer_pre_hooks _global_optimizer_post_hooks".split()
+)
+"""What the code that torch puts around each `step` names: a name in one of these versions which is none of them may be anything."""
 _LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
 
 
@@ -93,7 +103,7 @@ class TorchOptimizer:
 
     def _move(self, moved: Sequence[Any]) -> None:
         try:
-            self._optimizer.step()
+            _bare_step(self._optimizer)()
         except TypeError as error:
             if "closure" not in str(error):
                 raise
@@ -106,7 +116,11 @@ class TorchOptimizer:
                 torch.autograd.graph.increment_version(p)
 
     def zero_grad(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        if getattr(self._optimizer.zero_grad, "__func__", None) is not _Base.zero_grad or _is_profiled():
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        for p in self._members():
+            p.grad = None
 
     def set(self, options: dict[str, Any]) -> None:
         unknown = [name for name in options if name not in self._optimizer.defaults]
@@ -208,6 +222,35 @@ class TorchOptimizer:
                 raise ValueError(f"It has no option {', '.join(missing)}")
         for schedule, values in zip(self._schedules, state.get("schedules", [])):
             schedule.load_state_dict(_with_counts_as_in(schedule.state_dict(), values))
+
+
+def _bare_step(optimizer: Any) -> Callable[[], Any]:
+    """The optimizer's `step` without what torch puts around it for profilers and hooks, where there are none.
+
+    That takes as long as the step of a small model by SGD. A schedule puts a step of its own into the optimizer.
+    """
+    bound = optimizer.step
+    around = getattr(bound, "__func__", None)
+    within = getattr(around, "__wrapped__", None)
+    if within is None or not _only_tells_hooks(around) or _is_profiled():
+        return bound
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_hooks():
+        return bound
+    return partial(within, optimizer)
+
+
+@lru_cache(maxsize=64)
+def _only_tells_hooks(around: Any) -> bool:
+    """Whether this is what torch puts around each `step`, as it is known here: a profiler's record, and hooks."""
+    code = around.__code__
+    names = {*code.co_names, *code.co_freevars} - {"func"}
+    of_torch = code.co_filename == inspect.getfile(_Base) and getattr(around, "hooked", False)
+    return bool(of_torch and names >= set(_HOOKED.split()) and names <= _ABOUT_HOOKS)
+
+
+def _global_hooks() -> bool:
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"  # which an old torch has not
+    return any(getattr(_torch_optimizer, name, None) for name in names)
 
 
 def _parameters(module: Any, groups: Sequence[dict[str, Any]] | None) -> Any:

@@ -34,7 +34,7 @@ class TorchFlat(Flat):
 
     def __init__(self, target: Any, site: WorkerSite, device: Any) -> None:
         super().__init__(target, site, is_tensor)
-        self._device, self.given_as_leaves = device, 0
+        self._device, self.given_as_leaves = device, int(site.anchored)  # which the target never sees
         self.has_rules = False  # as the latest `avals` has found
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class TorchProgram:
 
     def trainable(self) -> list[Any]:
         """Parameters that pullbacks accumulate into."""
-        return [] if self._module is None else [p for p in self._module.parameters() if p.requires_grad]
+        return [] if self._module is None else [p for p in state.parameters(self._module) if p.requires_grad]
 
     # ---- Calls ---------------------------------------------------------------------------------------------------
 
@@ -168,11 +168,16 @@ class TorchProgram:
 
     def keep(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> tuple[Result, Kept]:
         flat = self._flat(site)
-        leaves = leaves_of(self.place(operands))
-        with _random(site.seed, self._device), torch.enable_grad():
-            before, here = hooks.entered(), nodes_made()
+        operands = self.place(operands)
+        # the anchor's gradient is zero, whatever is asked
+        leaves = leaves_of(operands) if not site.anchored else [operands[0], *leaves_of(operands[1:])]
+        before, here = hooks.entered(), nodes_made()
+        if site.seed is None and torch.is_grad_enabled():  # as it is; to say so once more takes its time
             results = evaluate(flat, word, leaves, create_graph=True)
-            has_hooks = hooks.entered() != before
+        else:
+            with _random(site.seed, self._device), torch.enable_grad():
+                results = evaluate(flat, word, leaves, create_graph=True)
+        has_hooks = hooks.entered() != before
         if self._module is not None and not word:
             self._check_of_this_call(site, results, here)
         outer = word[-1][1] if word and word[-1][0] == "T" else ()

@@ -20,6 +20,7 @@ import re
 from typing import Any, Callable, NamedTuple, Protocol, Sequence
 
 import torch
+from torch.overrides import has_torch_function
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
@@ -30,6 +31,7 @@ __all__ = ["entered", "evaluate", "filled", "is_inexact", "leaves_of", "pull", "
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _autograd_grad = torch.autograd.grad
+_run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 class _Batch(NamedTuple):
@@ -204,9 +206,7 @@ def pull(
         return [None] * len(wrt)
     ys, cts = zip(*pairs)
     if not parameters:
-        grads = _autograd_grad(
-            ys, inputs, cts, retain_graph=True, create_graph=create_graph, allow_unused=True
-        )
+        grads = _grad(ys, inputs, cts, create_graph)
     elif create_graph or not all(x.is_leaf for x in inputs):
         both = [*inputs, *parameters]
         grads = _autograd_grad(ys, both, cts, retain_graph=True, create_graph=create_graph, allow_unused=True)
@@ -218,11 +218,32 @@ def pull(
     return [_dense(next(found)) if x.requires_grad else None for x in wrt]
 
 
+def _is_plain(ys: Sequence[Any], cts: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether torch would find nothing to say about these before it runs its engine.
+
+    What `torch.autograd` asks there takes as long as the backward pass of a small layer.
+    """
+    if _run_engine is None or has_torch_function((*ys, *cts, *inputs)):
+        return False
+    return all(y.dtype == c.dtype and not y.is_nested and y.shape == c.shape for y, c in zip(ys, cts))
+
+
+def _grad(ys: Any, inputs: Sequence[Any], cts: Any, create_graph: bool) -> Sequence[Any]:
+    if _is_plain(ys, cts, inputs):
+        grads: Sequence[Any] = _run_engine(ys, cts, True, create_graph, tuple(inputs), True, False)
+        return grads
+    return _autograd_grad(ys, inputs, cts, retain_graph=True, create_graph=create_graph, allow_unused=True)
+
+
 def _accumulating_grad(ys: Any, leaves: Sequence[Any], cts: Any, parameters: Sequence[Any]) -> list[Any]:
     """torch's own accumulation: it knows which gradients may be kept without a copy."""
     for x in leaves:
         x.grad = None
-    torch.autograd.backward(ys, cts, retain_graph=True, inputs=[*leaves, *parameters])
+    inputs = (*leaves, *parameters)
+    if _is_plain(ys, cts, inputs):
+        _run_engine(ys, cts, True, False, inputs, True, True)
+    else:
+        torch.autograd.backward(ys, cts, retain_graph=True, inputs=inputs)
     grads = [x.grad for x in leaves]
     for x in leaves:
         x.grad = None
