@@ -92,6 +92,15 @@ def vjp_twice(f: Function, x: torch.Tensor, w: torch.Tensor) -> Any:
     return pull(y), pull(tuple(2 * v for v in y))
 
 
+def saved_elsewhere(f: Function, x: torch.Tensor, w: torch.Tensor) -> Any:
+    """What is saved becomes something else (a file, half precision), and the kept forward is there all the same."""
+    x.requires_grad_()
+    pack, unpack = torch.Tensor.tolist, lambda t: torch.tensor(t, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        (a,) = torch.autograd.grad(loss_of(f)(x, w), x, create_graph=True)
+        return torch.autograd.grad((a**2).sum(), x)
+
+
 def dual_level(f: Function, x: torch.Tensor, w: torch.Tensor) -> Any:
     with forward_ad.dual_level():
         return [forward_ad.unpack_dual(y).tangent for y in f(forward_ad.make_dual(x, x), w)]
@@ -124,6 +133,7 @@ CELLS: dict[str, Function] = {
     "checkpoint": lambda f, x, w: torch.autograd.grad(
         checkpoint(lambda x: loss_of(f)(x.sin(), w), x.requires_grad_(), use_reentrant=False), x
     ),
+    "saved_tensors_hooks": saved_elsewhere,
     "functional.hessian": lambda f, x, w: torch.autograd.functional.hessian(lambda x: loss_of(f)(x, w), x),
     "functional.jacobian": lambda f, x, w: torch.autograd.functional.jacobian(lambda x: f(x, w), x),
     "dual_level": dual_level,
@@ -575,6 +585,11 @@ def test_batched_cotangents_are_refused(remote: Callable[..., Remote]) -> None:
         torch.autograd.grad(r(x, double(4, 4))[0], x, torch.eye(4).double(), is_grads_batched=True)
     with pytest.raises(UsageError, match=r"torch\.func\.jacrev"):
         torch.autograd.functional.jacobian(lambda x: r(x, double(4, 4))[0], x, vectorize=True)
+    w = double(4, 4)
+    with pytest.raises(UsageError, match="vectorize=True"):
+        torch.autograd.functional.jacobian(
+            lambda x: r(x, w)[0], x.detach(), vectorize=True, strategy="forward-mode"
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own

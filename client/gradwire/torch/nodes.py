@@ -38,6 +38,7 @@ _functorch_levels = torch._C._functorch.get_interpreter_stack
 _modes_active = torch._C._len_torch_dispatch_stack
 _will_execute = torch._C._will_engine_execute_node
 _is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 _VMAP = torch._C._functorch.TransformType.Vmap
 _GRAD = torch._C._functorch.TransformType.Grad
 
@@ -105,7 +106,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
-        kept, *duals = ctx.saved_tensors
+        kept, *duals = _saved(ctx)
         primals = [forward_ad.unpack_dual(x).primal for x in duals]
         return _tangent(ctx, kept, primals, tangents[:-1])
 
@@ -135,7 +136,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
-        kept, *primals = ctx.saved_tensors
+        kept, *primals = _saved(ctx)
         return (*_tangent(ctx, kept, primals, tangents[:-1]), None)
 
     @staticmethod
@@ -197,9 +198,26 @@ def _remember(ctx: Any, fn: Derived, operands: Sequence[Any], results: Sequence[
     ctx.fn = fn
     ctx.likes = [None if y is None else (y.shape, y.dtype) for y in results]
     ctx.set_materialize_grads(False)
+    ctx.kept = kept if _are_copies_saved() else None
     ctx.save_for_backward(kept, *operands)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(kept, *operands)
+
+
+def _are_copies_saved() -> bool:
+    """Whether hooks of the user's (`torch.autograd.graph.saved_tensors_hooks`) turn what is saved into something else.
+
+    A copy of the token, or one in half precision, would not hold what is kept in the worker. Those of
+    `torch.utils.checkpoint` are to let go of it: its forward is computed again.
+    """
+    hooks = _saving_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """The token or None, then the operands."""
+    kept, *operands = ctx.saved_tensors
+    return (kept if ctx.kept is None else ctx.kept, *operands)
 
 
 def _differentiable(ctx: Any) -> list[int]:
@@ -214,7 +232,7 @@ def _inexact_dtype(dtype: Any) -> bool:
 def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
     """A cotangent, or None, for each operand of the function that ``ctx`` remembers."""
     fn = ctx.fn
-    kept, *operands = ctx.saved_tensors
+    kept, *operands = _saved(ctx)
     found: list[Any] = [None] * len(operands)
     given = {i: cotangents[i] for i in _differentiable(ctx)}
     if all(c is None for c in given.values()):
@@ -264,6 +282,7 @@ def _zeros(ctx: Any, index: int, operands: Sequence[Any]) -> Any:
 def _tangent(ctx: Any, kept: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
     """A tangent, or None, for each result of the function that ``ctx`` remembers."""
     found: list[Any] = [None] * len(ctx.likes)
+    _refuse_legacy_batches(ctx.fn, tangents)
     moving = [i for i, d in enumerate(tangents) if d is not None and _inexact(primals[i])]
     if moving:
         tangent = ctx.fn.then(("J", tuple(moving)))
