@@ -14,7 +14,7 @@ from gradwire_broker.runtime import NoRuntimeFolder, RuntimeFolder
 from gradwire_wire import process
 from gradwire_wire.errors import UsageError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
-from gradwire_wire.rendezvous import WORDS, Card, write_card
+from gradwire_wire.rendezvous import WORDS, Card, NamedAlike, check_alone, write_card
 from gradwire_wire.sockets import SocketError
 
 LAST_MESSAGES_S = 0.02  # ZeroMQ's own thread sends what was said last
@@ -51,8 +51,15 @@ def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder, umas
     except LifelineEnded:
         return 0
     except (UsageError, SocketError) as error:
-        return _could_not(lifeline, f"it cannot listen at {config.listen or address}: {error}")
+        why = f"it cannot listen at {config.listen or address}: {error}"
+        return _could_not(
+            lifeline, f"{why}; {process.RAISE_LIMIT}" if process.lacks_descriptors(error) else why
+        )
+    except NamedAlike as error:
+        return _could_not(lifeline, str(error))
     except Exception as error:
+        if process.lacks_descriptors(error):
+            return _could_not(lifeline, f"{error}; {process.RAISE_LIMIT}")
         traceback.print_exc()
         return _could_not(lifeline, f"{type(error).__name__}: {error}")
     try:
@@ -72,6 +79,7 @@ def _be_found(config: BrokerConfig, address: str, folder: RuntimeFolder) -> None
     write_card(
         Card(config.name, address, config.token, os.getpid(), str(folder.path), config.file, config.listen)
     )
+    check_alone(str(folder.path), os.environ)
 
 
 def _could_not(lifeline: Lifeline, why: str) -> int:

@@ -27,12 +27,13 @@ from gradwire_broker.worker import CannotLaunch, Place, Worker
 from gradwire_wire import control, keys, sockets
 from gradwire_wire.errors import ProtocolError, UsageError
 from gradwire_wire.lifeline import BrokerConfig, Lifeline
-from gradwire_wire.process import open_pidfd
+from gradwire_wire.process import RAISE_LIMIT, check_descriptors, open_pidfd
 from gradwire_wire.spawn import Lent
 
 __all__ = ["Broker"]
 
 DEATHS_KEPT = 256
+LAUNCH_DESCRIPTORS = 8  # what a launch takes for a moment; most are free afterwards, for clients who come: libzmq ends the process without
 ENDED_KEPT = 32  # workers whose last words can still be asked for
 CLIENT_GONE_S, RESTART_S = 3.0, 1.0  # for workers to end in
 UNKILLABLE_S = 2.0  # a killed process may hang in the kernel; the broker does not wait longer
@@ -315,6 +316,11 @@ class Broker:
             raise UsageError(f"there is a worker {name!r} already; give another name=")
         if self._over:
             raise CannotLaunch(not_started(name, order.framework, "the broker is ending"))
+        try:
+            check_descriptors(LAUNCH_DESCRIPTORS)
+        except OSError as error:
+            why = f"the broker has too few descriptors left for a worker: {error}; {RAISE_LIMIT} that started the broker"
+            raise CannotLaunch(not_started(name, order.framework, why)) from error
         base = dict(os.environ) if order.base is None else _decoded(order.base)
         return Worker(order, self._place(name), client, base)
 

@@ -43,7 +43,7 @@ from gradwire_wire.lifeline import (
     WorkerConfig,
     WorkerReady,
 )
-from gradwire_wire.process import DUMP_STACK, open_pidfd
+from gradwire_wire.process import DUMP_STACK, RAISE_LIMIT, lacks_descriptors, open_pidfd
 from gradwire_wire.spawn import Lent, shown, spawn
 
 __all__ = ["CannotLaunch", "Place", "Worker"]
@@ -194,8 +194,8 @@ class Worker:
             why = f"there is no folder {self.order.cwd} to run in (cwd=)"
         else:
             why = f"the system cannot execute {python}: {_not_executed_because(python, error)}"
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                why += "; raise the limit on open files (ulimit -Hn) of the program that started the broker"
+            if lacks_descriptors(error):
+                why += f"; {RAISE_LIMIT} that started the broker"
         return not_started(self.place.name, self.order.framework, why)
 
     # ---- What it says ----

@@ -20,12 +20,14 @@ from gradwire_wire.errors import MemoryExhaustedError, ProtocolError, UsageError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
 from gradwire_wire.page import can_page, page_lane_pair
+from gradwire_wire.process import check_descriptors
 from gradwire_wire.segments import SharingUnavailableError
 from gradwire_wire.sockets import ClientKeys, Dealer, SocketError, Unreachable
 
 __all__ = ["Line", "Lines", "fits", "lanes_wanted", "pages_wanted"]
 
 Line = Lane | Dealer
+CONNECT_LOOKS = 5
 MOST_ASIDE_S = 30.0
 """How long a late reply is waited for: after that, whoever was interrupted had perhaps read it already."""
 _in_flight: set[int] = set()
@@ -117,13 +119,32 @@ class Lines:
         except IndexError:
             identity = self._client_id + next(self._numbers).to_bytes(4, "big")
         try:
-            made: Dealer = _noted(Dealer(self._endpoint, identity, self._look_ms, self._keys))
+            made: Dealer = _noted(self._open_dealer(identity))
             return made
-        except SocketError as error:
+        except (SocketError, OSError) as error:
             raise MemoryExhaustedError(
                 f"this process cannot open a further line to its worker: {error}. Close files, call from fewer threads "
                 "at once, or raise the limit (ulimit -n)"
             ) from error
+
+    def _open_dealer(self, identity: bytes) -> Dealer:
+        """One that is connected, or will be: a worker that is stopped lets nobody in.
+
+        OSError where this process has no descriptor for the connection: what is sent would wait for one, for ever.
+        """
+        if self._keys is not None:
+            return Dealer(self._endpoint, identity, self._look_ms, self._keys)
+        made = Dealer(self._endpoint, identity, self._look_ms, waits=True)
+        for _ in range(CONNECT_LOOKS):
+            if made.is_connected(self._look_ms):
+                return made
+            try:
+                check_descriptors(1)
+            except OSError:
+                made.close()
+                raise
+        made.close()
+        return Dealer(self._endpoint, identity, self._look_ms)
 
     def _open_page_lane(self) -> Lane | None:
         if not self._has_pages:

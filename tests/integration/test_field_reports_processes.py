@@ -672,6 +672,46 @@ print((double(np.ones(3_000_000)) == 2).all(), worker.alive)
     assert output == "['MemoryExhaustedError']\nTrue True\n", output + errors
 
 
+def test_no_call_waits_for_a_line_that_cannot_be_opened() -> None:
+    """ZeroMQ's own thread opens connections, and without a descriptor goes on trying."""
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = []
+try:
+    while True: held.append(os.dup(0))
+except OSError: pass
+def call(k):
+    try: ended.append(float(nap(np.full(70_000, float(k)), 0.05)[0]))
+    except gw.MemoryExhaustedError: ended.append(0.0)
+seen = set()
+for free in range(9):
+    ended = []
+    pair = [threading.Thread(target=call, args=(k,)) for k in (1, 2)]
+    for thread in pair: thread.start()
+    for thread in pair: thread.join()
+    assert len(ended) == 2, ended
+    seen.update(ended)
+    os.close(held.pop())
+print(sorted(seen))
+"""
+    with running(code, GRADWIRE_LANE="zmq") as one:
+        output, errors = one.communicate(timeout=60)
+    assert output == "[0.0, 1.0, 2.0]\n", output + errors
+
+
+def test_a_worker_whose_code_takes_all_descriptors_lets_others_in(bridge: gw.Bridge) -> None:
+    """libzmq ends a process that has none for who connects."""
+    worker = bridge.worker("numpy", path=[TARGETS], threads=1)
+    double, nap = worker.function("fragile:double"), worker.function("fragile:nap")
+    worker.function("fragile:take_descriptors")()
+    assert double.submit(np.ones(3)).result(60)[0] == 2.0  # by a lane of its own
+    with ThreadPoolExecutor(3) as pool:  # by others, and by ZeroMQ
+        ended = [pool.submit(nap, x, 0.05) for x in (np.ones(3), "x" * 300_000, np.ones(70_000))]
+        assert [len(call.result(60)) for call in ended] == [3, 300_000, 70_000]
+    worker.close()
+
+
 def available_bytes() -> int:
     return read_memory().available or 0
 

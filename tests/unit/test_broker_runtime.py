@@ -148,3 +148,21 @@ def test_r61_a_folder_swept_before_it_was_locked_is_given_up(
     assert made.path != stolen[0]
     assert made.path.is_dir()
     made.remove()
+
+
+def test_of_brokers_of_one_name_that_start_at_once_the_first_stays(place: Path) -> None:
+    environment = {"TMPDIR": str(place)}
+    folders = [RuntimeFolder.make(environment) for _ in range(3)]
+    for folder, name in zip(folders, ("one", "one", "two"), strict=True):
+        card = rendezvous.Card(name, f"ipc://{folder.path}/b", "00", os.getpid(), str(folder.path), "f", "")
+        rendezvous.write_card(card)
+        os.chmod(folder.path / rendezvous.CARD, 0o600)  # which is later than the one before
+    first, second, other = (str(folder.path) for folder in folders)
+    rendezvous.check_alone(first, environment)
+    rendezvous.check_alone(other, environment)
+    with pytest.raises(rendezvous.NamedAlike, match="runs already"):
+        rendezvous.check_alone(second, environment)
+    folders[0].remove()
+    rendezvous.check_alone(second, environment)
+    for folder in folders[1:]:
+        folder.remove()

@@ -9,9 +9,12 @@ import signal
 
 __all__ = [
     "DUMP_STACK",
+    "RAISE_LIMIT",
+    "check_descriptors",
     "die_with_parent",
     "fill_standard_descriptors",
     "is_stopped",
+    "lacks_descriptors",
     "open_pidfd",
     "raise_descriptor_limit",
     "reset_signals",
@@ -57,6 +60,29 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError):
             pass  # the old limit serves until it does not
+
+
+LACKING = (errno.EMFILE, errno.ENFILE)
+RAISE_LIMIT = "raise the limit on open files (ulimit -n, and -Hn) of the program"
+"""What to do about an error that `lacks_descriptors`."""
+
+
+def lacks_descriptors(error: BaseException) -> bool:
+    """Whether an OSError, or ZeroMQ's, says that too many files are open."""
+    return getattr(error, "errno", None) in LACKING
+
+
+def check_descriptors(count: int) -> None:
+    """OSError where this process cannot open so many more files."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror) from None
+    finally:
+        for fd in opened:
+            os.close(fd)
 
 
 def die_with_parent() -> None:

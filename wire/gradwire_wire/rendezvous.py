@@ -22,12 +22,15 @@ __all__ = [
     "SUN_PATH",
     "WORDS",
     "Card",
+    "NamedAlike",
     "candidates",
+    "check_alone",
     "check_fit",
     "find_cards",
     "folder_prefix",
     "folders",
     "is_running",
+    "named_alike",
     "read_card",
     "why_unfit",
     "write_card",
@@ -170,6 +173,37 @@ def find_cards(environment: Mapping[str, str]) -> list[Card]:
         except ConnectError:
             continue  # a private one
     return cards
+
+
+class NamedAlike(ConnectError):
+    """A broker of that name runs already."""
+
+
+def check_alone(folder: str, environment: Mapping[str, str]) -> None:
+    """NamedAlike where another broker of this user has the name on the folder's card, and had its card before.
+
+    Who starts asks before, and again when its own card is there: of several that start at once, one then stays.
+    """
+    mine = read_card(Path(folder))
+    for other in find_cards(environment):
+        if other.name == mine.name and other.folder != folder and _had_card(other) < _had_card(mine):
+            raise named_alike(other)
+
+
+def named_alike(card: Card) -> NamedAlike:
+    """What to do about it."""
+    return NamedAlike(
+        f"a broker named {card.name!r} runs already (pid {card.pid}, {card.address}); end it with "
+        f"`gradwire stop --all --broker {card.name}`, or give this file another name = at its top"
+    )
+
+
+def _had_card(card: Card) -> tuple[int, str]:
+    """Since when others can see the card (it was renamed then); one that has gone was never in the way."""
+    try:
+        return os.stat(os.path.join(card.folder, CARD)).st_ctime_ns, card.folder
+    except OSError:
+        return 1 << 63, card.folder
 
 
 def _is_ours(folder: Path) -> bool:

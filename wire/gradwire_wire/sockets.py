@@ -139,9 +139,9 @@ def connect_dealer(
     keys: Optional[ClientKeys] = None,
     before: Optional[Callable[[Any], object]] = None,
 ) -> Any:
-    """A connected DEALER under an identity of its own; receives wait at most ``receive_timeout_ms``.
+    """A DEALER under an identity of its own, connecting; receives wait at most ``receive_timeout_ms``.
 
-    before: is given the socket before it is connected. UsageError for an address at tcp without keys.
+    before: is given the socket before it begins to. UsageError for an address at tcp without keys.
     """
     _check_not_in_the_clear(address, keys)
     socket = context().socket(zmq.DEALER)
@@ -160,6 +160,10 @@ def connect_dealer(
         before(socket)
     socket.connect(address)
     return socket
+
+
+def _wait(socket: Any) -> None:
+    socket.setsockopt(zmq.IMMEDIATE, 1)
 
 
 def _check_not_in_the_clear(address: str, keys: Any) -> None:
@@ -321,10 +325,21 @@ class Dealer(_Line):
     """
 
     def __init__(
-        self, address: str, identity: bytes, receive_timeout_ms: int, keys: Optional[ClientKeys] = None
+        self,
+        address: str,
+        identity: bytes,
+        receive_timeout_ms: int,
+        keys: Optional[ClientKeys] = None,
+        waits: bool = False,
     ) -> None:
+        """waits: nothing can be sent before it is connected (see `is_connected`); otherwise what is sent waits for that."""
         super().__init__()
-        self._socket = connect_dealer(address, identity, receive_timeout_ms, keys)
+        self._socket = connect_dealer(address, identity, receive_timeout_ms, keys, _wait if waits else None)
+
+    def is_connected(self, timeout_ms: int) -> bool:
+        """Whether it is, of one that ``waits``, after so long at most. libzmq's own thread opens the connection: without a
+        descriptor for it that is tried again and again, and nobody is told."""
+        return bool(self._socket.poll(timeout_ms, zmq.POLLOUT))
 
     def send_nowait(self, frames: Sequence[Any]) -> None:
         """Send without ever blocking; Unreachable where the queue is full."""

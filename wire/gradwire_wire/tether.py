@@ -19,11 +19,13 @@ from typing import Any, Sequence
 from gradwire_wire import messages
 from gradwire_wire.errors import ConnectError, DeadlineError, MemoryExhaustedError, ProtocolError
 from gradwire_wire.interruption import came_from_handler, postpone
+from gradwire_wire.process import check_descriptors, lacks_descriptors
 
 __all__ = ["OwnedSocket", "Tether", "TetherClosedError", "accept_tether", "connect_tether", "listen_tether"]
 
 MAX_PACKET = 4096
 MAX_DESCRIPTORS = 4
+MOST_AT_ONCE = 2  # a lane's socket and its page
 RIGHTS_BYTES = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
 FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 OVER = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
@@ -118,9 +120,9 @@ class Tether:
     def _check_room(self) -> None:
         """The kernel drops descriptors that do not fit, for ever: so they are only asked for where they do."""
         try:
-            os.close(os.dup(self._socket.fileno()))
+            check_descriptors(MOST_AT_ONCE)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if lacks_descriptors(error):
                 raise MemoryExhaustedError(
                     "too many files are open in this process for it to see further shared memory: close some, or raise "
                     f"the limit (ulimit -n): {error}"
@@ -159,7 +161,7 @@ def accept_tether(listener: socket.socket) -> Tether | None:
     try:
         sock, _ = listener.accept()
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if lacks_descriptors(error):
             time.sleep(0.01)  # it goes on waiting; so may we, but not at full speed
         return None
     tether = Tether(sock)

@@ -130,6 +130,7 @@ class Desk:
             poller.register(waited, sockets.IN)
         while True:
             is_awake = turns.awake is not None and self._serve_awake(*turns.awake)
+            reception.reserve.keep_room()
             ready = dict(poller.poll(0 if is_awake or turns.unread else None))
             if control in ready and not on_control():
                 return

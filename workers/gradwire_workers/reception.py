@@ -17,6 +17,7 @@ from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.lane import Lane, received_lane
 from gradwire_wire.messages import Hello, Refused, Welcome
 from gradwire_wire.page import can_page, received_page_lane
+from gradwire_wire.reserve import Reserve
 from gradwire_wire.segments import Ledger
 from gradwire_wire.sockets import Addressee
 from gradwire_wire.tether import Tether, TetherClosedError, accept_tether, listen_tether
@@ -31,6 +32,7 @@ SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
 
 class Reception:
     """Listens at once. sessions: those with a tether, by their client's id. tethers and lanes: by descriptor.
+    reserve: descriptors for who comes when user code has taken all.
 
     turns: is told of lanes that are closed. on_end: is called with a session that is over, when its lanes are closed.
     """
@@ -47,6 +49,7 @@ class Reception:
         on_end: Callable[[Session], None],
     ) -> None:
         self.listener = listen_tether(tether_path)
+        self.reserve = Reserve()
         self.sessions: dict[bytes, Session] = {}
         self.tethers: dict[int, tuple[Tether, Session | None]] = {}
         self.lanes: dict[int, tuple[Lane, Session]] = {}
@@ -70,7 +73,8 @@ class Reception:
                 session.exchange.receive_segments()
                 self.take_lanes(session)
         except MemoryExhaustedError:  # no descriptor left: what has come stays to be read
-            time.sleep(SHORT_S)
+            if not self.reserve.release():
+                time.sleep(SHORT_S)
         except (TetherClosedError, GradwireError, OSError):
             self._end(fd)
 

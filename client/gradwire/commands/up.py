@@ -17,7 +17,7 @@ from gradwire.private_broker import Sharing
 from gradwire.worker_records import WorkerFacts
 from gradwire_wire.errors import ConnectError, UsageError
 from gradwire_wire.keys import server_key
-from gradwire_wire.rendezvous import find_cards
+from gradwire_wire.rendezvous import find_cards, named_alike
 
 __all__ = ["add_parser", "run"]
 
@@ -93,10 +93,7 @@ def _check(configuration: Configuration, arguments: argparse.Namespace) -> None:
         server_key(Path(arguments.keys))
     for card in find_cards(os.environ):
         if card.name == configuration.name:
-            raise ConnectError(
-                f"a broker named {card.name!r} runs already (pid {card.pid}, {card.address}); end it with "
-                f"`gradwire stop --all --broker {card.name}`, or give this file another name = at its top"
-            )
+            raise named_alike(card)
 
 
 def _start(link: BrokerLink, entry: WorkerEntry, stays: bool) -> WorkerFacts:
