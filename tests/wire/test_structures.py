@@ -29,6 +29,7 @@ from gradwire_wire.structures import (
     MAX_BYTES,
     MAX_DEPTH,
     TUPLE,
+    Leaf,
     fill,
     fill_leaves_only,
     flatten,
@@ -543,3 +544,21 @@ def test_threads_fill_at_once() -> None:
     for thread in threads:
         thread.join()
     assert len(failures) == 200 and not any(failures)
+
+
+def test_r38_numpy_scalars_are_keys_where_they_are_leaves_elsewhere() -> None:
+    """As `dict(zip(*numpy.unique(x, return_counts=True)))` has them."""
+    pair = namedtuple("pair", "a b")
+    tree = {np.int64(3): np.float32(2.0), (np.int8(1), "x"): [pair({np.float64(0.5): np.arange(2)}, 1)]}
+    structure, leaves = flatten(tree, lambda x: isinstance(x, (np.ndarray, np.generic)))
+    assert len(leaves) == 2
+    back = fill(structure, leaves)
+    assert list(back) == [3, (1, "x")] and type(next(iter(back))) is np.int64
+    assert list(back[1, "x"][0].a) == [0.5] and back[3] is leaves[0]
+
+
+def test_r38_a_tensor_as_a_key_is_said() -> None:
+    structure, leaves = flatten({Leaf(0): 1}, lambda x: type(x) is Leaf)
+    with pytest.raises(ProtocolError, match="tensor as a key"):
+        fill(structure, [np.arange(2)])
+    assert leaves

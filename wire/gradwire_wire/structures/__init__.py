@@ -22,7 +22,7 @@ code   meaning      payload (msgpack unless said otherwise)
 msgpack has no types for bytearray and memoryview: they arrive as bytes.
 
 `flattening` and `filling` are the way there and back; below them are `format` (codes and limits), `reading` (bytes to trees)
-and `values` (what msgpack has no type for); `places` tells where leaves are.
+and `values` (what msgpack has no type for); `places` tells where leaves are; `keys` are scalars where a leaf cannot be.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from gradwire_wire.structures.format import (
     check_length,
     hole,
 )
+from gradwire_wire.structures.keys import Key, has_leaf_keys, with_plain_keys
 from gradwire_wire.structures.reading import leaf_count
 from gradwire_wire.structures.values import field_names, is_record, name_of, pack_scalar, tuple_fields
 from gradwire_wire.wide_trees import pack_wide
@@ -42,7 +43,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
         return LONE_LEAF, [tree]
     leaves: list[Any] = []
     try:
-        structure = pack_wide(tree, is_leaf, leaves) or _Flattener(leaves, is_leaf).pack(tree)
+        structure = pack_wide(tree, is_leaf, leaves) or _packed(tree, is_leaf, leaves)
         if len(structure) > MAX_DEPTH:  # each level takes a byte or more
             check_length(structure)
             leaf_count(structure)
@@ -63,6 +64,15 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
         raise UnsupportedTensorError(f"{prefix or 'the arguments'}: {error}") from error
 
 
+def _packed(tree: Any, is_leaf: Callable[[Any], bool], leaves: list[Any]) -> bytes:
+    flattener = _Flattener(leaves, is_leaf)
+    structure = flattener.pack(tree)
+    if flattener.has_scalars and has_leaf_keys(structure):
+        leaves.clear()
+        structure = _Flattener(leaves, is_leaf).pack(with_plain_keys(tree))
+    return structure
+
+
 _SMALL_BUFFER: dict[str, Any] = {"buf_size": 1024} if msgpack.version >= (1, 1) else {}
 """A packer's own default is a buffer of 256 KiB, which the system would give and take each time."""
 
@@ -70,10 +80,11 @@ _SMALL_BUFFER: dict[str, Any] = {"buf_size": 1024} if msgpack.version >= (1, 1) 
 class _Flattener:
     """One flattening: msgpack's packer calls `other` for everything it has no type for."""
 
-    __slots__ = ("depth", "is_leaf", "leaves")
+    __slots__ = ("depth", "has_scalars", "is_leaf", "leaves")
 
     def __init__(self, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> None:
         self.leaves, self.is_leaf, self.depth = leaves, is_leaf, 0
+        self.has_scalars = False  # of numpy, among the leaves
 
     def pack(self, tree: Any) -> bytes:
         self.depth += 1
@@ -87,6 +98,7 @@ class _Flattener:
     def other(self, x: Any) -> Any:
         if self.is_leaf(x):
             self.leaves.append(x)
+            self.has_scalars = self.has_scalars or isinstance(x, np.generic)
             return hole(len(self.leaves) - 1)
         kind = type(x)
         if kind is tuple:
@@ -95,6 +107,8 @@ class _Flattener:
             return msgpack.ExtType(COMPLEX, struct.pack(">dd", x.real, x.imag))
         if kind is int:
             return msgpack.ExtType(INTEGER, x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
+        if kind is Key:
+            x = x.scalar
         if isinstance(x, np.generic):
             return msgpack.ExtType(SCALAR, pack_scalar(x))
         if isinstance(x, _NUMBERS) and hasattr(x, "aval"):

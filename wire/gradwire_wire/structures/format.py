@@ -48,4 +48,7 @@ def hole(index: int) -> msgpack.ExtType:
 
 def check_length(structure: bytes) -> None:
     if len(structure) > MAX_BYTES:
-        raise ProtocolError(f"it has {len(structure)} bytes beside its tensors, more than {MAX_BYTES}")
+        raise ProtocolError(
+            f"it has {len(structure)} bytes beside its tensors, more than {MAX_BYTES}; send long bytes as an array, "
+            "numpy.frombuffer(data, 'uint8')"
+        )

@@ -40,6 +40,12 @@ def unpack(packed: bytes, leaf: Callable[[int], Any], depth: int = 0) -> Any:
         return read(packed, ext_hook=partial(_extension, leaf, depth), strict_map_key=False, raw=False)
     except ProtocolError:
         raise
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise ProtocolError(f"a structure is not well formed: TypeError: {error}") from error
+        raise ProtocolError(
+            f"a dict in it has a tensor as a key ({error}): send it with plain numbers as keys"
+        ) from error
     except Exception as error:  # msgpack raises many kinds, all of them about these bytes
         raise ProtocolError(f"a structure is not well formed: {type(error).__name__}: {error}") from error
 
