@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from gradwire import exits
 from gradwire.answers import check_results
 from gradwire.broker_link import BrokerLink
 from gradwire.endings import (
@@ -506,10 +507,11 @@ class Connection:
         self._raise_dead(was_running)
 
     def _raise_closed(self, was_running: bool) -> NoReturn:
+        exits.end_daemon()
         raise (was_restarted if self.is_replaced else was_closed)(self.facts.name, was_running)
 
     def _raise_dead(self, was_running: bool) -> NoReturn:
-        if self.is_replaced:
+        if self.is_replaced or exits.is_leaving():
             self._raise_closed(was_running)
         if self._broken is not None:
             raise has_lied(self.facts.name, self._broken)

@@ -7,6 +7,7 @@ that a program registers between its imports and its first bridge still find tha
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING
@@ -16,15 +17,36 @@ from gradwire_wire import leaving  # noqa: F401 (is told of the exit after what 
 if TYPE_CHECKING:
     from gradwire.broker_channel import BrokerChannel
 
-__all__ = ["open_channels"]
+__all__ = ["OWN_THREADS", "end_daemon", "is_leaving", "open_channels"]
 
 EXIT_S = 1.0
+OWN_THREADS = "gradwire-"
+"""How the names of gradwire's own threads begin."""
+_leaving: list[bool] = []
 
 open_channels: weakref.WeakSet[BrokerChannel] = weakref.WeakSet()
 
 
+def is_leaving() -> bool:
+    """Whether what is open is closed because the interpreter is at its exit."""
+    return bool(_leaving)
+
+
+def end_daemon() -> None:
+    """At the exit, in a daemon thread of the program's: end it, as the interpreter is about to, and without a word.
+
+    The call that it makes can bring no result any more, and `SystemExit` is what `threading` reports nowhere.
+    """
+    if not _leaving:
+        return
+    thread = threading.current_thread()
+    if thread.daemon and not thread.name.startswith(OWN_THREADS):
+        raise SystemExit
+
+
 def _close_all() -> None:
     """All are asked at once, then waited for together."""
+    _leaving.append(True)
     channels = [channel for channel in open_channels if channel.is_ours]
     deadline = time.monotonic() + EXIT_S
     for channel in channels:

@@ -14,6 +14,9 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from gradwire import exits
+from gradwire_wire.errors import ClosedError, UsageError
+
 __all__ = ["OVER", "RUNNING", "CallFuture", "belongs_to", "finish"]
 
 RUNNING, _FINISHED = "RUNNING", "FINISHED"
@@ -58,8 +61,16 @@ class CallFuture(Future[Any]):
             if self._state == _FINISHED and self._exception is None:
                 return self._result
             return super().result(0)
+        except ClosedError:
+            exits.end_daemon()
+            raise
         finally:
             del self  # an error that is raised has this frame, and would hold its caller's variables
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a call that was submitted cannot be copied or pickled; share the future itself, or what its result() gives"
+        )
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `concurrent.futures.Future.exception`."""

@@ -227,6 +227,22 @@ def test_r53_in_the_middle_of_a_call(run: Callable[..., Any]) -> None:
     assert time.monotonic() - start < 2.0
 
 
+def test_r53_daemon_threads_that_call_at_the_exit_say_nothing(run: Callable[..., Any]) -> None:
+    one = run("""
+import threading
+def call(way, started):
+    way()
+    started.release()
+    while True: way()
+ways = [lambda: double(x), lambda: double(x.repeat(20_000)), lambda: double.submit(x).result()]
+started = threading.Semaphore(0)
+for way in ways: threading.Thread(target=call, args=(way, started), daemon=True).start()
+for way in ways: started.acquire()
+sys.exit(3)
+""")
+    assert ended(one) == (3, "", "")
+
+
 def test_an_exit_function_from_before_the_first_bridge_finds_it_open(run: Callable[..., Any]) -> None:
     """What keeps bridges comes with the first of them, what closes them with `import gradwire`."""
     late = "import atexit, gradwire\natexit.register(lambda: print(double(x), 'in', double(x.repeat(2000)).size))\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from gradwire.background import Background, raising
 from gradwire.futures import CallFuture, finish
 from gradwire.pipeline import BATCH_NBYTES, of_one_packet
 from gradwire_wire.batches import MAX_BATCH
-from gradwire_wire.errors import MemoryExhaustedError
+from gradwire_wire.errors import MemoryExhaustedError, UsageError
 
 
 def test_a_packet_is_the_first_frames_that_fit() -> None:
@@ -40,6 +42,12 @@ def in_thread(act: Callable[[], Any]) -> Future[Any]:
     done: Future[Any] = Future()
     threading.Thread(target=lambda: done.set_result(act()), daemon=True).start()
     return done
+
+
+def test_a_copy_that_nobody_would_complete_is_refused(futures: list[CallFuture]) -> None:
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="copied or pickled"):
+            copied(futures[0])
 
 
 def test_who_holds_the_locks_of_some_keeps_nobody_from_those_of_others(futures: list[CallFuture]) -> None:
