@@ -16,6 +16,7 @@ from gradwire_wire.errors import GradwireError, MemoryExhaustedError
 from gradwire_wire.lane import MAX_PACKET, Lane, TooLong
 from gradwire_wire.messages import Done, Failed, Long
 from gradwire_workers import faults, plans
+from gradwire_workers.program import Engine
 from gradwire_workers.residuals import Residuals
 from gradwire_workers.sessions import Line, Session
 
@@ -36,15 +37,13 @@ class Reply(NamedTuple):
 class Answers:
     """Makes replies of results, and sends them."""
 
-    def __init__(self, engine: Any, residuals: Residuals) -> None:
-        self._export, self._residuals = engine.export, residuals
-        self._export_all = getattr(engine, "export_all", None)
+    def __init__(self, engine: Engine, residuals: Residuals) -> None:
+        self._export, self._export_all, self._residuals = engine.export, engine.export_all, residuals
 
     def exported(self, result: Sequence[Any]) -> Sequence[Carrier | None]:
         """The framework's tensors, None, or carriers (which stay what they are) as carriers."""
         if self._export_all is not None and _ARRAYS_ALONE.issuperset(map(type, result)):
-            exported: Sequence[Carrier | None] = self._export_all(result)
-            return exported
+            return self._export_all(result)
         export = self._export
         return [None if x is None else x if type(x) is Carrier else export(x) for x in result]
 

@@ -35,6 +35,7 @@ from gradwire_workers.far import FarDoor
 from gradwire_workers.loaded import Loaded
 from gradwire_workers.operands import Operands
 from gradwire_workers.permissions import Permissions
+from gradwire_workers.program import Engine
 from gradwire_workers.reception import Reception
 from gradwire_workers.residuals import Residuals
 from gradwire_workers.sessions import Line, Session, line_of
@@ -60,7 +61,7 @@ class Desk:
         token: bytes,
         endpoint: str,
         tether_path: str,
-        engine: Any,
+        engine: Engine,
         max_shared_bytes: int | None = None,
         allow: Sequence[str] | None = None,
         listen: str = "",
@@ -283,7 +284,7 @@ class Desk:
         try:
             with self.users_code.running(session, spec.call_id):
                 results, structure = program.spec(site, avals)
-                ruled = bool(hasattr(program, "has_rules") and program.has_rules(site, avals))
+                ruled = program.has_rules(site, avals)
         except DtypeError:
             self._operands.refuse(spec, avals)
             raise
@@ -299,7 +300,7 @@ class Desk:
             "remote": number,
             "is_module": program.is_module,
             "training": program.training,
-            "may_have_rules": hasattr(program, "has_rules"),
+            "may_have_rules": program.may_have_rules,
         }
         return _told(load.call_id, facts)
 

@@ -10,7 +10,7 @@ from gradwire_wire import messages
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ResidualLostError
 from gradwire_wire.messages import Call
-from gradwire_wire.words import linear_count, without_primals
+from gradwire_wire.words import Word, linear_count, without_primals
 from gradwire_workers.program import Program, Residual, Result, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 
@@ -39,7 +39,7 @@ Asked = Union[Call, Request]
 def evaluate(
     program: Program,
     site: WorkerSite,
-    word: Any,
+    word: Word,
     call: Asked,
     operands: Sequence[Any],
     residuals: Residuals,
@@ -50,21 +50,14 @@ def evaluate(
     An operand is None where the client left it out: it is needed only if the kept forward is gone.
     ResidualLostError then asks for it, or says that the forward must be run again by the caller.
     """
-    if not getattr(program, "rules_end", False) and any(op[0] == "P" for op in word):
+    if not program.rules_end and any(op[0] == "P" for op in word):
         word, token_ops = without_primals(word, call.token_ops)
         call = Request(call.remote, call.keep, call.token, token_ops)
     if call.token:
         derived = _from_residual(site, word, call, operands, residuals, zeros)
         if derived is not None:
             return derived
-        if (
-            site.accumulate
-            or site.training
-            or site.training not in (None, program.training)
-            or program.generation
-            or has_moved(program)
-            or _is_of_a_former_life(program, call, residuals)
-        ):
+        if not _would_run_alike(program, site, call, residuals):
             raise _lost(asks_for_operands=False)
     if any(x is None for x in operands):
         raise _lost(asks_for_operands=True)
@@ -75,9 +68,42 @@ def evaluate(
     return Evaluated(program.run(site, word, operands))
 
 
+def _would_run_alike(program: Program, site: WorkerSite, call: Asked, residuals: Residuals) -> bool:
+    """Whether the forward that is gone would be the same if it were run again now: its mode, its parameters, its state."""
+    return not (
+        site.accumulate
+        or site.training
+        or site.training not in (None, program.training)
+        or program.generation
+        or program.has_moved()
+        or _is_of_a_former_life(program, call, residuals)
+    )
+
+
+class Step(NamedTuple):
+    """Of a word, what is asked of the kept forward next.
+
+    rules: operations ``('P', wrt)`` before it. further: all that comes after it.
+    """
+
+    rules: Word
+    op: tuple[Any, ...]
+    further: Word
+
+
+def _step_after(word: Word, done: int) -> Step | None:
+    """The next one of a word whose first ``done`` operations are kept; None where it is no derivative."""
+    at = done
+    while at + 1 < len(word) and word[at][0] == "P":
+        at += 1
+    if at >= len(word) or word[at][0] not in "TJ":
+        return None
+    return Step(word[done:at], word[at], word[at + 1 :])
+
+
 def _from_residual(
     site: WorkerSite,
-    word: Any,
+    word: Word,
     call: Asked,
     operands: Sequence[Any],
     residuals: Residuals,
@@ -86,40 +112,33 @@ def _from_residual(
     """From the graph kept under the call's token; None where there is none or it does not serve."""
     rows = call.token if type(call.token) is list else None
     token = call.token if rows is None else rows[0][0]
-    kept = residuals.find(token, call.remote)
+    kept, step = residuals.find(token, call.remote), _step_after(word, call.token_ops)
+    if kept is None or step is None:
+        return None
     linear = operands[len(operands) - linear_count(word) :]
-    if kept is None or len(word) <= call.token_ops:
-        return None
-    at = call.token_ops
-    while word[at][0] == "P" and at + 1 < len(word):
-        at += 1
-    op, further = word[at], word[at + 1 :]
-    if op[0] not in "TJ":
-        return None
     if any(x is None for x in linear):
-        if op[0] == "J" or rows is not None or further or call.keep:
-            return None
-        whole = _linear_without_gaps(kept, linear, zeros)
+        is_plain = step.op[0] == "T" and rows is None and not step.further and not call.keep
+        whole = _without_gaps(kept, linear, zeros) if is_plain else None
         if whole is None:
             return None
         linear = whole
-    if op[0] == "T":
+    if step.op[0] == "T":
         residuals.note_pulled(token)
     if rows is not None:
-        return None if at > call.token_ops else _from_rows(kept.residual, op, further, call, linear, rows)
-    if further:
+        return None if step.rules else _from_rows(kept.residual, step, call, linear, rows)
+    if step.further:
         return None
-    accumulate = site.accumulate and op[0] == "T"
-    of = kept.residual if at == call.token_ops else kept.residual.differentiated(word[call.token_ops : at])
-    tensors, residual = of.derive(op, linear, keep=bool(call.keep), accumulate=accumulate)
+    of = kept.residual.differentiated(step.rules) if step.rules else kept.residual
+    accumulate = site.accumulate and step.op[0] == "T"
+    tensors, residual = of.derive(step.op, linear, keep=bool(call.keep), accumulate=accumulate)
     return Evaluated(Result(tensors), residual)
 
 
-def _linear_without_gaps(
+def _without_gaps(
     kept: Kept, cotangents: Sequence[Any], zeros: Callable[[Aval], Any]
 ) -> Sequence[Any] | None:
     """Cotangents of which some are absent, as the residual takes them; None where it is not known what they are like."""
-    if getattr(kept.residual, "takes_absent", False):
+    if kept.residual.takes_absent:
         return cotangents
     if len(kept.results) != len(cotangents):
         return None
@@ -127,12 +146,13 @@ def _linear_without_gaps(
 
 
 def _from_rows(
-    residual: Residual, op: Any, further: Any, call: Asked, linear: Sequence[Any], rows: list[Any]
+    residual: Residual, step: Step, call: Asked, linear: Sequence[Any], rows: list[Any]
 ) -> Evaluated | None:
     """The same for a batch whose rows were kept at once, under one token."""
+    further = step.further
     if call.keep or len(further) != 1 or further[0][0] != "V" or any(row[0] != rows[0][0] for row in rows):
         return None
-    batch = residual.derive_rows(op, further[0][1], linear, np.asarray([row[1] for row in rows]))
+    batch = residual.derive_rows(step.op, further[0][1], linear, np.asarray([row[1] for row in rows]))
     return None if batch is None else Evaluated(Result(batch))
 
 
@@ -143,12 +163,6 @@ def _is_of_a_former_life(program: Program, call: Asked, residuals: Residuals) ->
     """
     token = call.token[0][0] if type(call.token) is list and call.token else call.token
     return program.is_module and bool(token) and not residuals.was_issued(token)
-
-
-def has_moved(program: Program) -> bool:
-    """See `gradwire_workers.program.Program.has_moved`; what does not say has nothing that could."""
-    asked = getattr(program, "has_moved", None)
-    return asked is not None and asked()
 
 
 def _lost(*, asks_for_operands: bool) -> ResidualLostError:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradwire_wire.errors import ProtocolError, UnknownTargetError, UsageError
 from gradwire_workers.permissions import Permissions
-from gradwire_workers.program import Program
+from gradwire_workers.program import Engine, Program
 from gradwire_workers.targets import find_target, is_factory
 
 __all__ = ["Loaded"]
@@ -18,7 +18,7 @@ class Loaded:
     Its import may have computed something already.
     """
 
-    def __init__(self, worker: str, engine: Any, permissions: Permissions | None) -> None:
+    def __init__(self, worker: str, engine: Engine, permissions: Permissions | None) -> None:
         self._worker, self._engine, self._permissions = worker, engine, permissions
         self._programs: dict[int, Program] = {}
         self._named: dict[str, int] = {}

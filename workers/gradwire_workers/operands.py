@@ -10,6 +10,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
 from gradwire_wire.messages import Call, Plan, Spec
 from gradwire_workers.asked import name_of_operand
+from gradwire_workers.program import Engine
 
 __all__ = ["Operands"]
 
@@ -17,10 +18,8 @@ __all__ = ["Operands"]
 class Operands:
     """Adopts carriers. ``adopter``: the engine's own, for fresh copies; None where it has none."""
 
-    def __init__(self, engine: Any) -> None:
-        # a framework whose programs take numpy memory as it is (JAX's jit) need not make arrays of it first
-        self._adopt = getattr(engine, "adopt_operand", engine.adopt)
-        self.adopter = getattr(engine, "adopter", None)
+    def __init__(self, engine: Engine) -> None:
+        self._adopt, self.adopter = engine.adopt_operand, engine.adopter
 
     def adopted(self, call: Call | Plan, carriers: list[Carrier | None]) -> list[Any]:
         """The operands as the framework's tensors; None where the client left one out.

@@ -25,7 +25,7 @@ from gradwire_wire.plans import (
     layout_of,
 )
 from gradwire_wire.sockets import Unreachable
-from gradwire_workers.program import Program, Runner, WorkerSite
+from gradwire_workers.program import Program, WorkerSite
 
 __all__ = ["Plan", "checked_layout", "short_of"]
 
@@ -74,7 +74,7 @@ class Plan:
         self._frame = Frame(layout, line.incoming, exchange)
         self.nbytes = layout.nbytes
         self._answer: Frame | None = None
-        self.run = None if word or call.keep else _runner_of(program, site)
+        self.run = None if word or call.keep else program.runner(site)
         self.adopters: list[Any] | None = None
 
     def expect_arrays(self, adopter: Callable[[DType], Any]) -> None:
@@ -131,11 +131,6 @@ class Plan:
             self._exchange.take_back_loans(loans)
             raise
         return True
-
-
-def _runner_of(program: Any, site: WorkerSite) -> Runner | None:
-    make = getattr(program, "runner", None)
-    return None if make is None else make(site)
 
 
 def _is_alike(carriers: Sequence[Carrier | None], answer: Frame) -> bool:

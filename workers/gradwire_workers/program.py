@@ -1,17 +1,21 @@
-"""What the desk asks of a loaded target: the contract every worker framework's file fulfils.
+"""What the desk asks of a loaded target: the contract every worker framework's package fulfils.
 
-A framework's file (``torch.py``, ``jax.py``, ``tensorflow.py``, ``numpy.py``) has the module-level
-names of `Engine` and returns objects that fulfil `Program` and `Residual`. The desk knows nothing else.
+A framework's package (``torch``, ``jax``, ``tensorflow``, ``numpy``) has the module-level names of `Engine`, all of them. Its
+targets are subclasses of `Program`, what it keeps of a call of `Residual`: what is abstract there it must have, and the rest it may
+have; what stands here is the answer of one that has not. The desk knows nothing else.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Protocol, Sequence, Tuple
 
 import numpy as np
 
-from gradwire_wire.carriers import Aval
+from gradwire_wire.carriers import Aval, Carrier
+from gradwire_wire.dtypes import DType
+from gradwire_wire.tensors import TensorFamily
 
 __all__ = ["Engine", "Optimizer", "Program", "Residual", "Result", "Runner", "WorkerSite"]
 
@@ -41,15 +45,21 @@ class Result(NamedTuple):
 
 
 Runner = Callable[[Sequence[Any]], Tuple[Sequence[Any], bytes]]
-"""F itself at operands, as `Program.run` with an empty word: results and their tree. A program that can prepare one for a
-site offers ``runner(site)``, which may answer None; it is made once and called for every planned call of that site."""
+"""F itself at operands, as `Program.run` with an empty word: results and their tree."""
 
 
-class Residual(Protocol):
-    """A kept forward: whatever its derivatives need. Dropped by the desk when its token is released."""
+class Residual(ABC):
+    """A kept forward: whatever its derivatives need. Dropped by the desk when its token is released.
 
+    takes_absent: whether `derive` may be given None for a cotangent, where nothing leads to that result: what reaches no other
+    one is then not used. Otherwise it is given zeros.
+    """
+
+    __slots__ = ()
     nbytes: int
+    takes_absent = False
 
+    @abstractmethod
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
     ) -> tuple[list[Any], Residual | None]:
@@ -57,14 +67,17 @@ class Residual(Protocol):
 
         Any number of times. None in a pullback's results: that operand is not used. ``keep``: return
         the residual of this derivative as well. ``accumulate``: add parameter gradients to the module's own.
-        A residual that says ``takes_absent = True`` may be given None for a cotangent, where nothing leads to that result:
-        what reaches no other one is then not used. Others are given zeros.
         """
 
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:
         """The same for a batch of kept rows; None where it does not apply and must be computed afresh."""
+        return None
+
+    def differentiated(self, primals: tuple[tuple[Any, ...], ...]) -> Residual:
+        """The residual of the forward as these operations ``('P', wrt)`` make it: only asked where `Program.rules_end`."""
+        raise NotImplementedError(f"{type(self).__qualname__} is of a program whose rules do not end")
 
 
 class Optimizer(Protocol):
@@ -92,71 +105,105 @@ class Optimizer(Protocol):
         """Go on from such a tree, with the engine's tensors in it; all or nothing. UsageError where it does not fit."""
 
 
-class Program(Protocol):
-    """A loaded target. Tensors are the framework's own; operands may be kept, results must be ready."""
+class Program(ABC):
+    """A loaded target. Tensors are the framework's own; operands may be kept, results must be ready.
+
+    is_module: whether it is asked for what only modules have.
+    may_have_rules: whether a function of this framework can have derivative rules of its own. rules_end: whether the framework uses
+    such a rule once and derives what that computes, as JAX does; no other program is asked for ``('P', wrt)``.
+    """
 
     is_module: bool
-    training: bool | None
-    generation: int
+    may_have_rules = False
+    rules_end = False
 
+    @property
+    def training(self) -> bool | None:
+        """The module's mode; None where it has none."""
+        return None
+
+    @property
+    def generation(self) -> int:
+        """How often its parameters were replaced, or moved by an optimizer."""
+        return 0
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    @abstractmethod
     def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
         """Evaluate the derived function ``word`` and keep nothing."""
 
+    def runner(self, site: WorkerSite) -> Runner | None:
+        """What is called for every planned call of this site instead of `run`, made once; None where nothing can be prepared."""
+        return None
+
+    @abstractmethod
     def keep(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
     ) -> tuple[Result, Residual]:
         """Evaluate ``word`` and keep what its derivatives need."""
 
+    @abstractmethod
     def keep_rows(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
     ) -> tuple[Result, Residual]:
         """Evaluate the batch ``(('V', axes),)`` so that each row can be differentiated on its own."""
 
+    @abstractmethod
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         """Result shapes, dtypes and structure; never a real run, never a change of the module."""
 
     def has_rules(self, site: WorkerSite, avals: Sequence[Aval]) -> bool:
-        """Whether it has derivative rules of its own, so that a pullback may not be linear; asked after ``spec``.
-
-        A program that cannot have any leaves this out. One whose framework uses a rule once and derives what it computes,
-        as JAX does, says ``rules_end = True``, and no other is asked for ``('P', wrt)``. Its residuals have
-        ``differentiated(primals)``, which is the residual of the forward as these operations make it.
-        """
+        """Whether it has derivative rules of its own, so that a pullback may not be linear; asked after ``spec``."""
+        return False
 
     def has_moved(self) -> bool:
         """Whether calls, or other code, have changed the module's state in this generation: BatchNorm's statistics in training
         mode, say. What it computes now in evaluation mode may then not be what an earlier forward did.
 
-        Asked where a forward would be computed again. A program without state leaves this out.
+        Asked where a forward would be computed again.
         """
+        return False
 
+    # -- state: asked of modules -----------------------------------------------------------------
+
+    @abstractmethod
     def train(self, mode: bool) -> None:
         """Set the module's mode for the calls that follow."""
 
+    @abstractmethod
     def parameters(self) -> dict[str, Any]:
         """Trainable tensors by name; frozen ones as well."""
 
+    @abstractmethod
     def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
         """Whether these parameters learn. A frozen one gets no gradient, loses the one it has, and is not moved."""
 
+    @abstractmethod
     def frozen(self) -> list[str]:
         """The parameters that do not learn."""
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters in `state_dict`, and which of `parameters` each of them is."""
+        return {}
 
+    @abstractmethod
     def buffers(self) -> dict[str, Any]:
         """The rest of the state by name."""
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All of the state by name."""
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, np.ndarray], strict: bool = True) -> None:
         """Replace the state, all or nothing; UsageError names what is missing, unexpected or misshapen."""
 
+    @abstractmethod
     def grads(self) -> dict[str, Any]:
         """Accumulated gradients by parameter name, None where there are none yet."""
 
+    @abstractmethod
     def optimizer(
         self, target: Any, kwargs: dict[str, Any], groups: Sequence[dict[str, Any]] | None = None
     ) -> Optimizer:
@@ -167,7 +214,9 @@ class Program(Protocol):
 
     def regularizers(self) -> list[str]:
         """Names of the parts whose regularizers Keras adds to the loss of a model, and which a call's result does not have."""
+        return []
 
+    @abstractmethod
     def functional(
         self, buffers: bool, training: bool | None = None, trainable: bool | None = None
     ) -> Program:
@@ -183,10 +232,17 @@ class Program(Protocol):
         """
 
 
-class Engine(Protocol):
-    """The module-level names of a framework's file."""
+class Engine(TensorFamily, Protocol):
+    """The module-level names of a framework's package.
 
-    NAME: str
+    Those of its `TensorFamily` among them, and three for what the framework can do sooner than by these:
+    adopt_operand: `adopt` for a call's operands. adopter: gives, for a dtype, what adopts fresh copies of arrays of it, or None.
+    export_all: `export` for numpy arrays alone, all of them at once. A framework that has nothing of the kind says `adopt`, and None.
+    """
+
+    adopt_operand: Callable[[Carrier], Any]
+    adopter: Callable[[DType], Callable[[np.ndarray], Any] | None] | None
+    export_all: Callable[[Sequence[Any]], Sequence[Carrier]] | None
 
     def prepare(self, threads: int | None, x64: bool | None, device: str | None) -> None:
         """Configure the framework; called once, right after it was imported."""
@@ -202,13 +258,3 @@ class Engine(Protocol):
 
     def program(self, obj: Any, *, is_module: bool) -> Program:
         """Take a loaded target under management."""
-
-    def is_tensor(self, x: Any) -> bool:
-        """As in `gradwire_wire.tensors.TensorFamily`; also ``export``, ``adopt`` and ``aval``."""
-
-    def export(self, x: Any) -> Any:
-        """See `gradwire_wire.tensors.TensorFamily`. An ``export_all(arrays)``, if there, is used for many numpy arrays."""
-
-    def adopt(self, carrier: Any) -> Any:
-        """See `gradwire_wire.tensors.TensorFamily`. An ``adopt_operand`` beside it, if there, is used for a call's operands;
-        an ``adopter(dtype)``, if there, gives what is used for those that are fresh copies, or None."""

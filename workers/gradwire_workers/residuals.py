@@ -8,9 +8,10 @@ already go first, the least recently used of them first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Iterable, NamedTuple, Sequence
+from typing import Iterable, NamedTuple, Sequence
 
 from gradwire_wire.carriers import Aval
+from gradwire_workers.program import Residual
 
 __all__ = ["Kept", "Residuals"]
 
@@ -26,7 +27,7 @@ class Kept(NamedTuple):
     results: shapes and dtypes of what a pullback takes cotangents for, where it must have each of them.
     """
 
-    residual: Any
+    residual: Residual
     remote: int
     owner: bytes
     generation: int

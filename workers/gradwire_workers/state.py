@@ -13,7 +13,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, flatten
 from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_workers import checkpoints
-from gradwire_workers.program import Optimizer, Program
+from gradwire_workers.program import Engine, Optimizer, Program
 from gradwire_workers.selection import selected
 from gradwire_workers.targets import find_target
 
@@ -49,7 +49,7 @@ class State:
     """
 
     def __init__(
-        self, engine: Any, register: Callable[[Program], int], find: Callable[[str], Any] = find_target
+        self, engine: Engine, register: Callable[[Program], int], find: Callable[[str], Any] = find_target
     ) -> None:
         self._engine, self._register, self._find = engine, register, find
         self._optimizers: dict[int, _Made] = {}
@@ -72,13 +72,15 @@ class State:
             "functional": lambda program, buffers, *mode: self._register(
                 program.functional(bool(buffers), *mode)
             ),
-            "regularizers": lambda program: list(getattr(program, "regularizers", list)()),
+            "regularizers": lambda program: list(program.regularizers()),
             "optimizer": self._make_optimizer,
             "step": self._step,
             "zero_grad": lambda program, number: self._optimizer(program, number).zero_grad(),
-            "set": lambda program, number, options: self._ask(program, number, "set")(self._adopted(options)),
+            "set": lambda program, number, options: self._optimizer(program, number).set(
+                self._adopted(options)
+            ),
             "schedule": self._schedule,
-            "optimizer_state": lambda program, number: self._ask(program, number, "state_dict")(),
+            "optimizer_state": lambda program, number: self._optimizer(program, number).state_dict(),
             "load_optimizer_state": self._load_optimizer_state,
         }
 
@@ -149,14 +151,6 @@ class State:
             raise UsageError("this optimizer belongs to a former life of the worker; make a new one")
         return made.optimizer
 
-    def _ask(self, program: Program, number: int, method: str) -> Callable[..., Any]:
-        """A method of the optimizer; UsageError where this framework's optimizers do not have it."""
-        optimizer = self._optimizer(program, number)
-        found: Callable[..., Any] | None = getattr(optimizer, method, None)
-        if found is None:
-            raise UsageError(f"{method}(): the optimizers of a {self._engine.NAME} worker cannot do this")
-        return found
-
     def _step(
         self, program: Program, number: int, clip_norm: float | None = None, zero_grad: bool = False
     ) -> float | None:
@@ -172,7 +166,7 @@ class State:
         return norm
 
     def _schedule(self, program: Program, number: int, target: str, kwargs: dict[str, Any]) -> None:
-        self._ask(program, number, "schedule")(self._find(target), self._adopted(kwargs))
+        self._optimizer(program, number).schedule(self._find(target), self._adopted(kwargs))
 
     def _adopted(self, options: Any) -> Any:
         """Options of an optimizer: tensors as this framework's, and those of one number (a rate that was computed) as it."""
@@ -191,7 +185,7 @@ class State:
     def _load_optimizer_state(self, program: Program, number: int, state: Any) -> None:
         structure, carriers = flatten(state, lambda x: type(x) is Carrier)
         state = fill(structure, list(map(self._copied, carriers)))
-        self._ask(program, number, "load_state_dict")(state)
+        self._optimizer(program, number).load_state_dict(state)
 
 
 def _meant(names: Any, program: Program) -> list[str]:

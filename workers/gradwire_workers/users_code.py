@@ -13,7 +13,7 @@ from gradwire_wire.chain import serve
 from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
 from gradwire_workers.plans import Plan
-from gradwire_workers.program import Program, Result, WorkerSite
+from gradwire_workers.program import Engine, Program, Result, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 from gradwire_workers.sessions import Session
 
@@ -23,7 +23,7 @@ __all__ = ["UsersCode"]
 class UsersCode:
     """Runs on the thread that made this, which handles signals. What is kept goes to ``residuals``."""
 
-    def __init__(self, engine: Any, incarnation: bytes, residuals: Residuals) -> None:
+    def __init__(self, engine: Engine, incarnation: bytes, residuals: Residuals) -> None:
         self._engine, self._incarnation, self._residuals = engine, incarnation, residuals
         self.interrupts = Interrupts()
 
@@ -50,7 +50,7 @@ class UsersCode:
         elapsed = time.perf_counter_ns() - start
         token = 0
         if residual is not None:
-            avals = () if word or getattr(residual, "takes_absent", False) else self._inexact(result.tensors)
+            avals = () if word or residual.takes_absent else self._inexact(result.tensors)
             kept = Kept(residual, request.remote, session.client_id, program.generation, avals)
             token = self._residuals.add(kept)
         return result, token, elapsed

@@ -27,14 +27,18 @@ __all__ = [
     "NAME",
     "adopt",
     "adopt_operand",
+    "adopter",
     "aval",
     "export",
+    "export_all",
     "facts",
     "is_tensor",
     "prepare",
     "program",
     "resize",
 ]
+
+adopter = export_all = None
 
 
 def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:

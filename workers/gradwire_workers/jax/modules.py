@@ -20,21 +20,21 @@ from gradwire_workers.jax.hidden import Core, Form, InLayer, Replay, with_buffer
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.optimizers import OptaxOptimizer
 from gradwire_workers.jax.store import Store
-from gradwire_workers.program import Residual, Result, WorkerSite
+from gradwire_workers.program import Program, Residual, Result, WorkerSite
 
 __all__ = ["ModuleProgram"]
 
 Word = Any
 
 
-class ModuleProgram:
+class ModuleProgram(Program):
     """See `gradwire_workers.program.Program`.
 
     form: how a call's arguments become the model's. mode: of its calls, where that is not the module's own. buffers: whether
     they are among a call's arguments.
     """
 
-    is_module = rules_end = True
+    is_module = may_have_rules = rules_end = True
 
     def __init__(
         self, store: Store, form: Form = without, mode: bool | None = None, buffers: bool = False
@@ -169,7 +169,7 @@ class ModuleProgram:
         )
 
 
-class Owned:
+class Owned(Residual):
     """A kept forward of a module: its pullbacks add the parameters' cotangents to the module's gradients.
 
     names: of the parameters that are the first operands of ``inner``.
@@ -204,7 +204,7 @@ class Owned:
         return tensors, None if further is None else self._further(further)
 
     def differentiated(self, primals: Word) -> Owned:
-        inner: Any = self._held()
+        inner = self._held()
         return self._further(inner.differentiated(shifted(primals, len(self._names), False)))
 
     def derive_rows(
@@ -253,7 +253,7 @@ class Unlifted(Owned):
         self._operands.clear()
 
     def differentiated(self, primals: Word) -> Owned:
-        inner: Any = self._held()
+        inner = self._held()
         residual = Unlifted(
             inner.differentiated(primals),
             self._store,

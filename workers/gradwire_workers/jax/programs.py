@@ -12,6 +12,7 @@ import numpy as np
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import GradwireError, UsageError
 from gradwire_wire.tensors.jax import element_type, is_tensor
+from gradwire_workers import program as contract
 from gradwire_workers.flat import Flat
 from gradwire_workers.jax.compiled import KeepPlan, RunPlan
 from gradwire_workers.jax.functions import Eager, Signature, Traced, is_untraceable, needs_values
@@ -27,7 +28,7 @@ Word = Sequence[Any]
 Kept = Any  # tuple[Result, Residual]
 
 
-class Program:
+class Program(contract.Program):
     """A function, or whatever callable a factory returned. JAX's arrays are values: it has no state here.
 
     Plans are made once for each (site, word, signature): compiled ones where the target can be traced.
@@ -36,7 +37,7 @@ class Program:
 
     training: Union[bool, None] = None
     generation = 0
-    rules_end = True
+    may_have_rules = rules_end = True
 
     def __init__(self, target: Callable[..., Any], is_module: bool) -> None:
         self.is_module = is_module
@@ -206,17 +207,11 @@ class Program:
     def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
         _refuse("requires_grad_()")
 
-    def aliases(self) -> dict[str, str]:
-        return {}
-
     def frozen(self) -> list[str]:
         return []
 
     def optimizer(self, target: Any, kwargs: dict[str, Any], groups: Any = None) -> Optimizer:
         _refuse("optimizer()")
-
-    def regularizers(self) -> list[str]:
-        return []
 
     def functional(
         self, buffers: bool, training: bool | None = None, trainable: bool | None = None

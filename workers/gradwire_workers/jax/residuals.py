@@ -19,7 +19,7 @@ from gradwire_workers.program import Program, Residual, WorkerSite
 __all__ = ["Compiled", "Interpreted", "Recomputed"]
 
 
-class Recomputed:
+class Recomputed(Residual):
     """The operands of ``word`` alone; every derivative runs the forward again. The way out of the others."""
 
     def __init__(

@@ -33,6 +33,7 @@ __all__ = [
     "NAME",
     "ShapeDtype",
     "adopt",
+    "adopt_operand",
     "adopter",
     "aval",
     "export",
@@ -43,6 +44,8 @@ __all__ = [
     "program",
     "resize",
 ]
+
+adopt_operand = adopt
 
 
 def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_workers.numpy.calls import Call, Pullback, filled
-from gradwire_workers.program import Result, Runner, WorkerSite
+from gradwire_workers.program import Program, Residual, Result, Runner, WorkerSite
 
 __all__ = ["NumpyProgram"]
 
 
-class NumpyProgram:
+class NumpyProgram(Program):
     """One loaded target. It has no state that gradwire knows of, so its generation never changes."""
 
     training: bool | None = None
@@ -34,7 +34,6 @@ class NumpyProgram:
         return Result(results, b"" if word else call.structure)
 
     def runner(self, site: WorkerSite) -> Runner | None:
-        """See `program.Runner`."""
         if site.seed is not None:
             return None
         call = Call(self._target, site)
@@ -79,7 +78,7 @@ class NumpyProgram:
     requires_grad = frozen = aliases = optimizer = functional = _refuse
 
 
-class NumpyResidual:
+class NumpyResidual(Residual):
     """A kept call: the target's own pullback, and the operands for its ``jvp``, which runs it again.
 
     nbytes: operands and results; what the pullback itself holds is not known.
@@ -123,7 +122,7 @@ class NumpyResidual:
         return [np.stack(bars) for bars in zip(*found)]
 
 
-class NumpyDerivative:
+class NumpyDerivative(Residual):
     """A derivative that a caller wants kept in case it is differentiated again, which a numpy target cannot be."""
 
     nbytes = 0
@@ -136,11 +135,6 @@ class NumpyDerivative:
     ) -> tuple[list[Any], None]:
         self._call.refuse_without("vjp", self._word)
         raise AssertionError("refused above")
-
-    def derive_rows(
-        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
-    ) -> list[Any] | None:
-        return None
 
 
 @contextmanager

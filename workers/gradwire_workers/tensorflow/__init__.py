@@ -19,8 +19,22 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.tensorflow import NAME, adopt, aval, export, is_tensor
 from gradwire_workers.tensorflow.programs import TensorFlowProgram
 
-__all__ = ["NAME", "adopt", "aval", "export", "facts", "is_tensor", "prepare", "program", "resize"]
+__all__ = [
+    "NAME",
+    "adopt",
+    "adopt_operand",
+    "adopter",
+    "aval",
+    "export",
+    "export_all",
+    "facts",
+    "is_tensor",
+    "prepare",
+    "program",
+    "resize",
+]
 
+adopt_operand, adopter, export_all = adopt, None, None
 # They turn x * 2.0 / 3.0 into x * 0.66…, x**3 into x * x * x, and activations into parts of other kernels.
 _CHANGE_BITS = ("constant_folding", "arithmetic_optimization", "remapping")
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_workers.keras_layers import regularized
-from gradwire_workers.program import Residual, Result, WorkerSite
+from gradwire_workers.program import Program, Residual, Result, WorkerSite
 from gradwire_workers.tensorflow.functional import WithBuffers, WithParameters
 from gradwire_workers.tensorflow.functions import SiteFunction
 from gradwire_workers.tensorflow.modules import Module, problems_of_state, value_of
@@ -24,9 +24,12 @@ __all__ = ["TensorFlowProgram"]
 MAX_SITES = 128
 
 
-class TensorFlowProgram:
+class TensorFlowProgram(Program):
     """One loaded target. Its gradients are accumulated here: TensorFlow's variables have no place for them."""
 
+    may_have_rules = True
+    training: bool | None = None
+    generation = 0
     _around: Callable[..., Any] | None = None
 
     def __init__(self, target: Callable[..., Any], is_module: bool) -> None:
@@ -153,9 +156,6 @@ class TensorFlowProgram:
         ]
         for name in self._frozen:
             self._gradients.pop(name, None)
-
-    def aliases(self) -> dict[str, str]:
-        return {}
 
     def frozen(self) -> list[str]:
         return list(self._frozen)

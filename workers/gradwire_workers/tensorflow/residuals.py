@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradwire_wire.errors import ResidualLostError
+from gradwire_workers.program import Residual
 from gradwire_workers.tensorflow.graphs import READS, Traced, node_of
 from gradwire_workers.tensorflow.replays import NotReplayable, Replay, what_to_save
 from gradwire_workers.tensorflow.words import Function, derived, is_inexact, outermost, pull, push
@@ -135,7 +136,7 @@ def _nbytes(x: Any) -> int:
     return int(x.shape.num_elements()) * x.dtype.size
 
 
-class Replayed:
+class Replayed(Residual):
     """Operands and saved tensors of a kept forward; ``suffix`` is what has been derived from it since."""
 
     __slots__ = ("_keeping", "_operands", "_saved", "_suffix", "nbytes")
@@ -224,7 +225,7 @@ def taped(
     return results, Taped(owner, tape, operands, whole, accumulate, size)
 
 
-class Taped:
+class Taped(Residual):
     """Operands and results of a kept forward, and the tape between them. rows: the batch's size, if it is one."""
 
     __slots__ = ("_accumulate", "_operands", "_owner", "_results", "_rows", "_tape", "nbytes")

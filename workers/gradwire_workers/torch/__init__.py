@@ -20,8 +20,22 @@ from gradwire_wire.tensors.torch import NAME, adopt, adopter, aval, export, is_t
 from gradwire_workers.keras_layers import is_keras_layer
 from gradwire_workers.torch.program import TorchProgram
 
-__all__ = ["NAME", "adopt", "adopter", "aval", "export", "facts", "is_tensor", "prepare", "program", "resize"]
+__all__ = [
+    "NAME",
+    "adopt",
+    "adopt_operand",
+    "adopter",
+    "aval",
+    "export",
+    "export_all",
+    "facts",
+    "is_tensor",
+    "prepare",
+    "program",
+    "resize",
+]
 
+adopt_operand, export_all = adopt, None
 _device = torch.device("cpu")
 
 

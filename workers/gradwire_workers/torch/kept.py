@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gradwire_wire.errors import ResidualLostError, UsageError
+from gradwire_workers.program import Residual
 from gradwire_workers.torch.tape import filled, is_inexact, leaves_of, pull, push
 
 __all__ = ["Kept", "KeptRows", "is_of_earlier_calls", "nodes_made", "own_leaves", "saved_nbytes"]
@@ -17,7 +18,7 @@ nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", 
 """How many nodes of graphs were made so far: the number of the next one."""
 
 
-class Kept:
+class Kept(Residual):
     """A kept forward: leaves, results, and between them torch's graph. See `program.Residual`.
 
     owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`.
@@ -106,11 +107,6 @@ class Kept:
         if self._anchored and op[0] == "T" and 0 in op[1]:
             results[op[1].index(0)] = torch.zeros_like(self._leaves[0], requires_grad=False)
         return results
-
-    def derive_rows(
-        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
-    ) -> list[Any] | None:
-        return None
 
 
 def _lost(why: str) -> ResidualLostError:

@@ -14,7 +14,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.torch import adopt, is_tensor
 from gradwire_workers.flat import Flat
-from gradwire_workers.program import Result, Runner, WorkerSite
+from gradwire_workers.program import Program, Result, Runner, WorkerSite
 from gradwire_workers.torch import hooks, shapes, state
 from gradwire_workers.torch.kept import Kept, KeptRows, is_of_earlier_calls, nodes_made, saved_nbytes
 from gradwire_workers.torch.optimizers import TorchOptimizer
@@ -64,13 +64,15 @@ def _out_of_inference_mode(tensors: Sequence[Any]) -> list[Any]:
     return [None if x is None else x.clone() for x in tensors]
 
 
-class TorchProgram:
+class TorchProgram(Program):
     """One loaded target.
 
     A call that keeps nothing runs without gradients if the target is a module in eval mode, as inference
     does; everything else runs with gradients enabled, as a plain call in torch does: user code may use
     autograd itself. An eval-mode module found to do so is run again with gradients, and always from then on.
     """
+
+    may_have_rules = True
 
     def __init__(self, target: Callable[..., Any], device: Any = _CPU) -> None:
         self._module = target if isinstance(target, torch.nn.Module) else None
@@ -127,7 +129,7 @@ class TorchProgram:
         return _result(site, word, results, flat.structure)
 
     def runner(self, site: WorkerSite) -> Runner | None:
-        """See `program.Runner`. A context manager of torch's takes as long as all the rest of it."""
+        """A context manager of torch's takes as long as all the rest of it."""
         if type(self) is not TorchProgram or site.seed is not None or self._device is not None:
             return None
         flat = self._flat(site)
