@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.benchmark.report import machine, tables
+
 pytestmark = pytest.mark.integration
 
 
@@ -93,9 +95,34 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_target_that_is_not_there_or_fails_is_a_sentence(tmp_path: Path) -> None:
+def test_a_target_that_is_not_there_is_a_sentence_and_one_that_fails_has_its_traceback(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.py").write_text("def fails(x):\n    raise ValueError('bad 42')\n")
     for target, says in (("mine.py:nobody", "mine.py has no 'nobody'"), ("mine.py:fails", "bad 42")):
         done = bench(tmp_path, "--target", target, "--shape", "3")
-        assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert not done.stdout
+        assert done.returncode == 1 and says in done.stderr and not done.stdout, done.stderr
+        sentence, _, traceback = done.stderr.partition("\n\n")
+        assert says in sentence and "Traceback" not in sentence, done.stderr
+        if target == "mine.py:fails":
+            assert traceback.startswith("Traceback") and 'mine.py", line 2, in fails' in traceback, (
+                done.stderr
+            )
+            assert "gradwire" not in traceback, "of the target's own frames only"
+        else:
+            assert not traceback, done.stderr
+
+
+def test_a_caller_that_the_target_fails_is_told_of_below_the_tables() -> None:
+    """With its remote traceback, beside those that were measured."""
+    figures = {"worker": {}, "works": {}, "sizes": {}, "direct": {}}
+    failed = {
+        "error": "RemoteValueError: bad 42",
+        "traceback": "Traceback (most recent call last):\n  in fails\n",
+    }
+    results = {"machine": machine(), "worker": {}, "works": [], "sizes": [], "direct": {}, "pipe": {}}
+    said = tables({**results, "callers": {"numpy": figures, "jax": failed}})
+    assert (
+        "Not measured:\n  jax: RemoteValueError: bad 42\n\n  Traceback (most recent call last):\n    in fails"
+        in said
+    )

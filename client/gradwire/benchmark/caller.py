@@ -2,7 +2,7 @@
 
     python -m gradwire.benchmark.caller CALLER < plan.json
 
-The last line of stdout is the figures as JSON, or ``{"error": a sentence}``.
+The last line of stdout is the figures as JSON, or ``{"error": a sentence, "traceback": the target's, if it raised}``.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main() -> int:
     try:
         figures = measured(sys.argv[1], plan)
     except Exception as error:  # whatever it is, it is this caller's answer
-        figures = {"error": _sentence(error)}
+        figures = {"error": _sentence(error), "traceback": getattr(error, "traceback", "")}
     except KeyboardInterrupt:  # of the whole group, whose first process says so
         return 130
     print(json.dumps(figures))

@@ -8,9 +8,10 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
-__all__ = ["PARTS", "machine", "tables"]
+__all__ = ["PARTS", "machine", "tables", "why_not"]
 
 PARTS = ("convert", "copy", "wake", "queue", "compute", "return")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -61,11 +62,17 @@ def tables(results: Mapping[str, Any]) -> str:
     parts += [_aligned(_work_rows(results, name)) for name in results["works"]]
     parts.append(_aligned(_size_rows(results)))
     failed = [
-        f"{name}: {figures['error']}" for name, figures in results["callers"].items() if "error" in figures
+        f"{name}: {why_not(figures)}" for name, figures in results["callers"].items() if "error" in figures
     ]
     if "error" in results["pipe"]:
         failed.append(f"pickle over a pipe: {results['pipe']['error']}")
-    return "\n\n".join([*parts, *(["Not measured:\n  " + "\n  ".join(failed)] if failed else [])])
+    return "\n\n".join([*parts, *(["Not measured:\n" + indent("\n".join(failed), "  ")] if failed else [])])
+
+
+def why_not(figures: Mapping[str, Any]) -> str:
+    """Why a caller has no figures: a sentence, and where the target raised its traceback in the worker."""
+    traceback = figures.get("traceback", "").rstrip()
+    return f"{figures['error']}\n\n{traceback}" if traceback else str(figures["error"])
 
 
 def _facts(results: Mapping[str, Any]) -> Iterator[str]:

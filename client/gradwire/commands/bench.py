@@ -14,7 +14,7 @@ from typing import Any
 from gradwire.benchmark import picture
 from gradwire.benchmark.beside import piped
 from gradwire.benchmark.plan import CALLERS, Plan, Work, default_works, parsed_shape, there
-from gradwire.benchmark.report import machine, tables
+from gradwire.benchmark.report import machine, tables, why_not
 from gradwire.commands.miswritten import Miswritten, count, positive
 from gradwire_wire.errors import GradwireError, UsageError
 
@@ -132,7 +132,7 @@ def measured(plan: Plan, callers: list[str]) -> dict[str, Any]:
         print(f"measuring: {caller} caller", file=sys.stderr, flush=True)
         figures = found[caller] = _by_process(caller, plan)
         if caller == "numpy" and "error" in figures:
-            raise GradwireError(f"nothing can be measured: {figures['error']}")
+            raise GradwireError(f"nothing can be measured: {why_not(figures)}")
     print("measuring: pickle over a pipe", file=sys.stderr, flush=True)
     first = found["numpy"]
     return {
