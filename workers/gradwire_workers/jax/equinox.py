@@ -9,14 +9,14 @@ import jax
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.calls import Arguments, CallSignature
-from gradwire_workers.jax.models import is_of
+from gradwire_workers.jax.models import Model, is_of
 from gradwire_workers.jax.pairs import KEYS
 from gradwire_workers.jax.trees import Tree, dotted, is_trainable
 
 __all__ = ["EquinoxModel"]
 
 
-class EquinoxModel:
+class EquinoxModel(Model):
     """See `gradwire_workers.jax.models.Model`. The mode sets all ``inference`` flags, as `eqx.nn.inference_mode` does."""
 
     is_pure = True

@@ -73,7 +73,7 @@ class InLayer:
         return self._form(_Collecting(model, self._trainable), training, arrays, key, args, kwargs)
 
 
-class _Collecting:
+class _Collecting(Model):
     """A model that gives the losses it has collected along with its result: those of Keras do."""
 
     def __init__(self, model: Model, trainable: bool) -> None:
@@ -82,11 +82,7 @@ class _Collecting:
         self.training, self.is_pure = model.training, model.is_pure
 
     def apply(self, *call: Any) -> Any:
-        in_layer = getattr(self._model, "apply_in_layer", None)
-        if in_layer is not None:
-            return in_layer(self._trainable, *call)
-        result, moved = self._model.apply(*call)
-        return (result, []), moved
+        return self._model.apply_in_layer(self._trainable, *call)
 
 
 def _check_names(given: Any, there: dict[str, Any], what: str) -> None:

@@ -8,12 +8,13 @@ import jax
 import keras
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.jax.models import Model
 from gradwire_workers.keras_layers import called_in_layer, regularized, stable_paths
 
 __all__ = ["KerasModel"]
 
 
-class KerasModel:
+class KerasModel(Model):
     """See `gradwire_workers.jax.models.Model`. Random generators begin anew at each call, from the call's key.
 
     Raises UsageError for a layer that has not been built, or where Keras's backend is another.

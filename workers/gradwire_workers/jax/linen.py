@@ -8,6 +8,7 @@ import jax
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.trees import Tree, dotted, is_trainable
 
 __all__ = ["LinenModel"]
@@ -15,7 +16,7 @@ __all__ = ["LinenModel"]
 SOWN = "intermediates"  # what a call leaves for whoever looks into it: no state
 
 
-class LinenModel:
+class LinenModel(Model):
     """See `gradwire_workers.jax.models.Model`. Without a mode keyword in its ``__call__``, the mode says whether
     collections other than ``params`` move."""
 

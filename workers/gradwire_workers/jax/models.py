@@ -7,7 +7,8 @@ imported for that, since the user's code has done so already.
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol, Union
+from abc import ABC, abstractmethod
+from typing import Any, Union
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.keras_layers import is_keras_layer
@@ -21,7 +22,7 @@ RETURN = (
 )
 
 
-class Model(Protocol):
+class Model(ABC):
     """A module taken apart.
 
     parameters: trainable inexact arrays by name. buffers: all its other arrays, but for the state of random streams.
@@ -34,6 +35,7 @@ class Model(Protocol):
     training: Union[bool, None]
     is_pure: bool
 
+    @abstractmethod
     def apply(
         self,
         training: bool | None,
@@ -46,6 +48,15 @@ class Model(Protocol):
 
         key: a typed PRNG key, all randomness of the call comes from it.
         """
+
+    def apply_in_layer(self, trainable: bool, *call: Any) -> tuple[Any, dict[str, Any]]:
+        """`apply` with ``(result, losses)`` as the result: see `gradwire_workers.program.Program.functional`."""
+        result, moved = self.apply(*call)
+        return (result, []), moved
+
+    def regularizers(self) -> list[str]:
+        """See `gradwire_workers.program.Program.regularizers`."""
+        return []
 
 
 def model_of(obj: Any) -> Model | None:

@@ -157,8 +157,7 @@ class ModuleProgram(Program):
         return OptaxOptimizer(self._store, target, kwargs, groups)
 
     def regularizers(self) -> list[str]:
-        found: list[str] = getattr(self._store.model, "regularizers", list)()
-        return found
+        return self._store.model.regularizers()
 
     def functional(
         self, buffers: bool, training: bool | None = None, trainable: bool | None = None

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.trees import Tree, dotted, is_trainable
 
 __all__ = ["NnxModel"]
 
 
-class NnxModel:
+class NnxModel(Model):
     """See `gradwire_workers.jax.models.Model`. Parameters are its ``nnx.Param``; its random streams start anew at each
     call, from the call's key, so their state is none of the module's."""
 

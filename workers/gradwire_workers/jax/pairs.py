@@ -9,6 +9,7 @@ import jax
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.trees import Tree, dotted, is_array, is_trainable
 
 __all__ = ["KEYS", "Applied"]
@@ -17,7 +18,7 @@ KEYS = ("key", "rng", "rng_key", "prng_key", "rngs")
 _MISSING = object()
 
 
-class Applied:
+class Applied(Model):
     """See `gradwire_workers.jax.models.Model`.
 
     ``apply(params, *args)``, or ``apply(params, state, *args) -> (result, state)``. A parameter of apply that is called
