@@ -15,7 +15,7 @@ from gradwire_broker.output import Outlet
 from gradwire_wire import control, sockets
 from gradwire_wire.errors import ProtocolError
 
-__all__ = ["FAR", "NEAR", "Clients", "is_far"]
+__all__ = ["FAR", "NEAR", "Clients", "denied", "is_far"]
 
 NEAR, FAR = b"n", b"f"
 """The first byte of what a client is called here: which router it came by; the rest is its identity there."""
@@ -126,3 +126,11 @@ class Clients:
 def is_far(client: bytes) -> bool:
     """Whether it came over tcp."""
     return client[:1] == FAR
+
+
+def denied(message: Any, why: str) -> control.Denied | control.Refused:
+    """What tells a client that it does not get what it has asked for."""
+    request = getattr(message, "request", None)
+    return (
+        control.Refused("UsageError", why) if request is None else control.Denied(request, "UsageError", why)
+    )
