@@ -97,7 +97,11 @@ class Desk:
             answers=self.answers,
             residuals=self._residuals,
         )
-        self._acts: dict[type, Act] = {
+        self._acts = self._table()
+
+    def _table(self) -> dict[type, Act]:
+        """Who acts on which message."""
+        return {
             Call: self._calls.call,
             Plan: self._calls.plan,
             Spec: self._spec,
