@@ -93,7 +93,8 @@ class Broker:
     def _wait_ms(self) -> int | None:
         dues = [due for worker in self._workforce if (due := worker.due()) is not None]
         first = min((*dues, self._patience, self._roll.due()))
-        return None if first == math.inf else max(0, int(1000 * (first - time.monotonic())) + 1)
+        left = min(control.LONGEST_S, first - time.monotonic())  # whatever a client has asked for
+        return None if first == math.inf else max(0, int(1000 * left) + 1)
 
     def _keep_time(self) -> None:
         now = time.monotonic()

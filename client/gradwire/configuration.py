@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from gradwire.restarts import MODES
 from gradwire.toml_lines import KeyPath, lines_of
-from gradwire_wire.control import FRAMEWORKS
+from gradwire_wire.control import FRAMEWORKS, LONGEST_S
 from gradwire_wire.errors import UsageError
 
 __all__ = ["Configuration", "Load", "WorkerEntry", "parse", "read"]
@@ -147,7 +147,7 @@ def _threads(value: Any) -> int:
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise _Wrong("a number of seconds above 0")
-    return float(value)
+    return float(min(value, LONGEST_S))
 
 
 def _truth(value: Any) -> bool:

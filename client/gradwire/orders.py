@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.worker_records import WorkerSpec
-from gradwire_wire.control import FRAMEWORKS
+from gradwire_wire.control import FRAMEWORKS, LONGEST_S
 from gradwire_wire.errors import UsageError
 
 __all__ = [
@@ -200,8 +200,8 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def checked_seconds(start_timeout: Any) -> float:
-    """A start timeout."""
+    """A start timeout, `LONGEST_S` at most."""
     number = isinstance(start_timeout, (int, float)) and not isinstance(start_timeout, bool)
     if not number or not math.isfinite(start_timeout) or start_timeout <= 0:
         raise UsageError(f"start_timeout={start_timeout!r}: give a number of seconds")
-    return float(start_timeout)
+    return float(min(start_timeout, LONGEST_S))

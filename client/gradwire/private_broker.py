@@ -96,7 +96,7 @@ class PrivateBroker(LocalBroker):
                 stdout=output,
                 stderr=output,
             )
-        except (OSError, LifelineEnded) as error:
+        except (OSError, LifelineEnded, RuntimeError) as error:  # RuntimeError: in a subinterpreter
             advice = f"; {RAISE_LIMIT}" if lacks_descriptors(error) else ""
             raise ConnectError(f"the broker cannot be started with {python[0]}: {error}{advice}") from error
 

@@ -73,3 +73,7 @@ def test_env_takes_text_numbers_and_paths_and_none_removes() -> None:
 def test_what_cannot_be_is_refused_with_what_to_write(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         spec(**asked)
+
+
+def test_a_start_that_may_take_very_long_takes_what_the_system_can_count() -> None:
+    assert spec(start_timeout=1e300).start_timeout * 1000 < 2**31

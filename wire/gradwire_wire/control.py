@@ -21,6 +21,7 @@ from gradwire_wire.vocabulary import Vocabulary
 
 __all__ = [
     "FRAMEWORKS",
+    "LONGEST_S",
     "MAX_MESSAGE",
     "PROTOCOL",
     "Alone",
@@ -57,6 +58,8 @@ PROTOCOL = 1
 FRAMEWORKS = ("torch", "tensorflow", "jax", "numpy")
 """What a worker can be a worker of."""
 MAX_MESSAGE = 16 << 20
+LONGEST_S = 1e6
+"""The longest wait that makes sense: eleven days. (The system counts milliseconds in 31 bits, in some places.)"""
 
 
 class Attach(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
+from gradwire_wire.control import LONGEST_S
+
 __all__ = ["Miswritten", "count", "not_negative", "positive"]
 
 
@@ -13,10 +15,10 @@ class Miswritten(Exception):
 
 
 def positive(text: str) -> float:
-    """For argparse: a number above 0."""
+    """For argparse: a number above 0, of seconds; `LONGEST_S` at most."""
     if not_negative(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return float(text)
+    return min(float(text), LONGEST_S)
 
 
 def count(text: str) -> int:

@@ -382,6 +382,11 @@ def test_r65_a_start_that_takes_too_long_says_where_it_hung(worker: Callable[...
     assert "in hang" in text
 
 
+def test_r65_a_start_that_may_take_for_ever_is_not_the_end_of_the_broker(worker: Callable[..., Any]) -> None:
+    """Sent as it is by whoever does not check it: a shared broker's other clients would lose their workers."""
+    assert worker(start_timeout=1e300).pid != worker().pid
+
+
 def test_r65_a_slow_start_says_how_far_it_is(
     worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
