@@ -195,10 +195,11 @@ def test_every_class_the_worker_can_name_is_known_to_the_client(name: str) -> No
     assert getattr(errors, made.kind).__name__ == name
 
 
-def test_an_error_of_a_worker_that_the_worker_called_is_passed_on() -> None:
-    inner = remote_error("ValueError", "bad 42", "Traceback: inner.py", "second")
+@pytest.mark.parametrize("name", ["ValueError", "mod.Mine(ValueError)", "mod.Mine"])
+def test_an_error_of_a_worker_that_the_worker_called_is_passed_on(name: str) -> None:
+    inner = remote_error(name, "bad 42", "Traceback: inner.py", "second")
     made = report(caught(raising(inner)))
-    assert (made.kind, made.type_name, made.message) == ("RemoteError", "ValueError", "bad 42")
+    assert (made.kind, made.type_name, made.message) == ("RemoteError", name, "bad 42")
     assert "inner.py" in made.traceback
 
 

@@ -26,7 +26,12 @@ BUILTIN = [
 
 
 def test_all_is_the_public_names() -> None:
-    assert set(errors.__all__) == {c.__name__ for c in CLASSES} | {"class_named", "remote_error", "shown"}
+    assert set(errors.__all__) == {c.__name__ for c in CLASSES} | {
+        "class_named",
+        "remote_error",
+        "shown",
+        "with_base",
+    }
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -105,6 +110,16 @@ def test_so_can_the_others(cls: type[GradwireError]) -> None:
 )
 def test_what_is_no_builtin_exception_is_a_plain_remote_error(name: str) -> None:
     assert type(remote_error(name, "m", "", "w")) is RemoteError
+
+
+def test_r59_what_is_derived_from_a_builtin_is_that_builtin_too() -> None:
+    error = remote_error("json.decoder.JSONDecodeError(ValueError)", "bad 42", "", "w")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert isinstance(one, ValueError) and one.type_name == "json.decoder.JSONDecodeError"
+        assert str(one) == "json.decoder.JSONDecodeError: bad 42 in worker 'w'"
+    missing = remote_error("FileNotFoundError", "[Errno 2] No such file or directory: '/x'", "", "w")
+    assert isinstance(missing, OSError) and missing.errno == 2
+    assert missing.strerror == "No such file or directory"
 
 
 def test_the_prefix_of_builtins_is_understood() -> None:

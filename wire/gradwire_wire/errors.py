@@ -18,6 +18,7 @@ remote function certainly did not run because of this call.
 from __future__ import annotations
 
 import builtins
+import re
 import reprlib
 from functools import lru_cache
 
@@ -43,6 +44,7 @@ __all__ = [
     "class_named",
     "remote_error",
     "shown",
+    "with_base",
 ]
 
 
@@ -150,8 +152,8 @@ class ResidualLostError(WorkerError):
 class RemoteError(GradwireError):
     """The user's code raised in the worker.
 
-    Where the type is one of Python's own exceptions, the error raised here is also an instance of
-    that type, so ``except ValueError`` works. Attributes: ``type_name``, ``message``,
+    Where the type is one of Python's own exceptions, or derived from one, the error raised here is also an
+    instance of that, so ``except ValueError`` works. Attributes: ``type_name``, ``message``,
     ``traceback`` (the full remote traceback as text), ``worker`` (name).
     """
 
@@ -170,7 +172,7 @@ class RemoteError(GradwireError):
 
 def _by_name(error: RemoteError) -> tuple[object, ...]:
     """How it is pickled: its class is in no module, and is made again from the type's name."""
-    parts = error.type_name, error.message, error.traceback, error.worker
+    parts = with_base(error.type_name, type(error)), error.message, error.traceback, error.worker
     return remote_error, parts, error.__dict__
 
 
@@ -188,12 +190,27 @@ def _also_builtin(type_name: str) -> type[RemoteError]:
     )
 
 
+def with_base(type_name: str, kind: type[BaseException]) -> str:
+    """How a message names a type: one of the user's with what it is of Python's own, ``mod.Mine(ValueError)``."""
+    base = next(cls for cls in kind.__mro__ if cls.__module__ == "builtins")
+    is_told = base in (Exception, BaseException) or getattr(builtins, type_name, None) is base
+    return type_name if is_told else f"{type_name}({base.__name__})"
+
+
+_WITH_BASE = re.compile(r"(.+)\((\w+)\)", re.DOTALL)
+_ERRNO = re.compile(r"\[Errno (\d{1,9})\] ([^:]*)")
+
+
 def remote_error(type_name: str, message: str, traceback: str, worker: str) -> RemoteError:
-    """Build what the caller sees of an exception in the worker; no received code runs."""
-    cls = _also_builtin(type_name.rpartition(".")[2] if type_name.startswith("builtins.") else type_name)
+    """Build what the caller sees of an exception in the worker; no received code runs. type_name: see `with_base`."""
+    named = _WITH_BASE.fullmatch(type_name)
+    type_name, base = named.groups() if named else (type_name, type_name)
+    cls = _also_builtin(base.rpartition(".")[2] if base.startswith("builtins.") else base)
     error = cls(message)  # not cls.__new__, which MemoryError refuses its subclasses
     error.type_name, error.message = type_name, message
     error.traceback, error.worker = traceback, worker
+    if isinstance(error, OSError) and (numbered := _ERRNO.match(message)):
+        error.errno, error.strerror = int(numbered[1]), numbered[2]
     if isinstance(error, SyntaxError):
         error.msg = str(error)  # which is what Python prints of one
     return error

@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import gradwire_wire
 import gradwire_workers
-from gradwire_wire.errors import GradwireError, RemoteError
+from gradwire_wire.errors import GradwireError, RemoteError, with_base
 from gradwire_wire.messages import Failed
 
 __all__ = ["failed"]
@@ -27,7 +27,7 @@ def failed(call_id: int, error: BaseException) -> Failed:
     """
     if isinstance(error, RemoteError):  # of a worker that this one called: passed on as what it is
         name, message = (
-            _shown(lambda: error.type_name, "its type"),
+            _shown(lambda: with_base(error.type_name, type(error)), "its type"),
             _shown(lambda: error.message, "its message"),
         )
         return Failed(call_id, "RemoteError", name, message, _formatted(error))
@@ -48,7 +48,7 @@ def _name_of(kind: type[BaseException]) -> str:
 
 def _full_name(kind: type[BaseException]) -> str:
     name = str(kind.__qualname__)
-    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
+    return name if kind.__module__ == "builtins" else with_base(f"{kind.__module__}.{name}", kind)
 
 
 def _text_of(error: BaseException) -> str:
