@@ -97,11 +97,11 @@ class Handle:
     @property
     def revives(self) -> bool:
         """Whether the worker is started again by itself when it died."""
-        return self._loaded is not None and self._loaded.revives
+        return self._loaded is not None and self._loaded.life.revives
 
     def _loss(self, connection: Connection) -> WorkerDiedError:
         """State went with a process, and no call of ours has met that: going on as if it were there would be silently wrong."""
-        how = "died between calls and was started again" if connection.follows_death else "was restarted"
+        how = "died between calls and was started again" if connection.life.follows_death else "was restarted"
         return WorkerDiedError(
             f"worker {connection.facts.name!r} {how}: {self._target} is as new from its factory, and what it had learned, "
             "counted or loaded there is lost (BatchNorm's statistics as well). Load a state that you saved with "
@@ -125,7 +125,7 @@ class Handle:
         self._resume_freezing(connection)
         if self.stakes.stake == Stake.BUFFERS and self._has_no_buffers(connection):
             self.stakes.stake = Stake.NOTHING
-        self.stakes.begin(connection.state_discarded)
+        self.stakes.begin(connection.life.state_discarded)
         self._specs.clear()
         self._loaded = connection
 
@@ -183,7 +183,7 @@ class Handle:
 
     def _goes_on(self, stake: Stake) -> bool:
         """Whether a call that was never sent is made to the next process: `_ready` tells of state that was lost by then."""
-        was_replaced = self._loaded is not None and self._loaded.is_replaced
+        was_replaced = self._loaded is not None and self._loaded.life.is_replaced
         return was_replaced or (self.revives and stake == Stake.NOTHING)
 
     def _invoke(
@@ -237,7 +237,7 @@ class Handle:
         Raises what any call would, were it made now.
         """
         connection = self._loaded
-        if connection is None or not connection.is_alive or self.stakes.is_lost:
+        if connection is None or not connection.life.is_there or self.stakes.is_lost:
             return None
         return connection.pipeline(background)
 
@@ -263,7 +263,7 @@ class Handle:
 
     def note_death(self) -> None:
         """A call of this target has met its worker's death."""
-        if self._loaded is not None and not self._loaded.is_alive:
+        if self._loaded is not None and not self._loaded.life.is_there:
             self.stakes.note_death()
 
     def drain(self) -> None:

@@ -37,7 +37,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from gradwire.background import Background, is_ours, no_thread, raising
+from gradwire.endings import without_frames
 from gradwire.futures import OVER, RUNNING, CallFuture, belongs_to, finish
+from gradwire.replies import reply_in
 from gradwire.submissions import Coder, Elsewhere, Strange, Submission
 from gradwire_wire import sockets
 from gradwire_wire.batches import MAX_BATCH, batch_of
@@ -239,7 +241,7 @@ class Pipeline:
             self._look_around()
             return
         except sockets.Unreachable:
-            self._connection._raise_unreachable(was_running=True)
+            self._connection.life.raise_unreachable(was_running=True)
         done: list[tuple[Submission, Any, BaseException | None]] = []
         try:
             while received is not None:
@@ -257,7 +259,7 @@ class Pipeline:
         """One answer: whose it is and what it says."""
         if not self._under_way:
             raise ProtocolError("an answer that nobody asked for")
-        frames, reply = ((), None) if type(received) is int else self._connection._read(received)
+        frames, reply = ((), None) if type(received) is int else reply_in(received, self._connection.exchange)
         call = self._under_way.popleft()
         now = time.perf_counter()
         try:
@@ -339,15 +341,15 @@ class Pipeline:
     def _look_around(self) -> None:
         """Is there still somebody to wait for? Is it the next call's time?"""
         self._flush()
-        self._connection._look_around(None)
+        self._connection.life.look_around(None)
         call = next((c for c in self._under_way if not c.is_abandoned), None)
         if call is None or call.site.timeout_s is None:
             return
         try:
-            self._connection._look_around(self._since + call.site.timeout_s)
+            self._connection.life.look_around(self._since + call.site.timeout_s)
         except DeadlineError as error:
-            self._connection._ours.cancel(call.call_id)
-            self._connection._link.interrupt(self._connection.facts.incarnation)
+            self._connection.ours.cancel(call.call_id)
+            self._connection.life.interrupt()
             self._complete([(call, None, error)])
             call.is_abandoned = True
             self._since = time.perf_counter()
@@ -361,7 +363,7 @@ class Pipeline:
             self._waiting.clear()
             self._room.notify_all()
         if error is not None:
-            self._complete([(call, None, self._connection.twin_of(error)) for call in under_way])
+            self._complete([(call, None, _twin_of(error)) for call in under_way])
         for call in waiting:
             self._make_again(call)
 
@@ -380,7 +382,7 @@ class Pipeline:
         with self._lock:
             self._is_over = True
             for call in self._under_way:
-                self._connection._ours.cancel(call.call_id)
+                self._connection.ours.cancel(call.call_id)
             if self._thread is None:
                 self._lane.close()
             self._room.notify_all()
@@ -397,6 +399,11 @@ def of_one_packet(unsent: list[bytes]) -> list[bytes]:
             break
         frames.append(frame)
     return frames
+
+
+def _twin_of(error: BaseException) -> BaseException:
+    """One like it, for another call that fails for the same reason."""
+    return without_frames(error) if isinstance(error, GradwireError) else error
 
 
 def _giving(result: Any) -> Callable[[], Any]:

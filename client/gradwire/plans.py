@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from gradwire.site import Site
 from gradwire_wire import messages
 from gradwire_wire.carriers import Aval, Carrier, Columns, plain_avals
 from gradwire_wire.errors import ProtocolError
@@ -24,8 +25,9 @@ from gradwire_wire.plans import (
     avals_of,
     layout_of,
 )
+from gradwire_wire.words import Word
 
-__all__ = ["Plan", "Seen", "Short", "add", "next_number", "short_of", "signature_of"]
+__all__ = ["Plan", "Seen", "Short", "Template", "add", "next_number", "short_of", "signature_of"]
 
 MAX_SEEN = 4096
 _NONE_RELEASED = (0,) * MAX_RELEASED
@@ -64,6 +66,40 @@ class _Wide(tuple[Any, ...]):
 def _each(signature: Sequence[Any]) -> Sequence[Any]:
     """(shape, dtype) of each operand, or None, however the signature has them."""
     return list(zip(*signature, strict=True)) if type(signature) is _Wide else signature
+
+
+class Template(NamedTuple):
+    """A call without its tensors: what a message, or the message that makes a plan, is made of.
+
+    token: of a kept forward, or rows of (token, row). chain: of `gradwire_wire.chain`.
+    """
+
+    remote: int
+    site: Site
+    word: Word
+    keep: int
+    token: Any
+    token_ops: int
+    chain: list[bytes]
+
+    def message(self, call_id: int, headers: list[Any], released: list[int]) -> messages.Call:
+        """The call with what differs from one to the next. released: tokens that are not named again."""
+        site = self.site
+        return messages.Call(
+            call_id,
+            self.remote,
+            site.structure,
+            self.word,
+            self.keep,
+            self.token,
+            self.token_ops,
+            site.training,
+            site.flags,
+            site.seed,
+            headers,
+            released,
+            self.chain,
+        )
 
 
 class Seen:

@@ -21,6 +21,7 @@ from gradwire import answers, remote
 from gradwire.connection import Connection
 from gradwire.families import face_named
 from gradwire.handle import Handle
+from gradwire.sending import Sender
 from gradwire.site import Outcome, Site
 from gradwire_wire import messages
 from gradwire_wire.errors import GradwireError, UsageError
@@ -165,17 +166,6 @@ class RecordingConnection(Connection):
             noted.sent_as, noted.lent = "message", 0
             raise
 
-    def _send_plan(self, message: Any, *args: Any) -> Any:
-        _describe(message)
-        line, plan = Connection._send_plan(self, message, *args)
-        if plan is not None and _notes.message is not None:
-            _notes.message.sent_as = "plan"
-        return line, plan
-
-    def _send(self, message: Any, *args: Any) -> Any:
-        _describe(message)
-        return Connection._send(self, message, *args)
-
     def _wait(self, line: Any, call_id: int, *args: Any) -> Any:
         noted = _notes.message
         if noted is None:
@@ -185,6 +175,23 @@ class RecordingConnection(Connection):
             return Connection._wait(self, line, call_id, *args)
         finally:
             noted.received = now()
+
+
+class _RecordingSender(Sender):
+    """Its messages are noted when they are made: their tensors are lent by then."""
+
+    def send_plan(self, message: Any, *args: Any) -> Any:
+        """As of `Sender`."""
+        _describe(message)
+        line, plan = Sender.send_plan(self, message, *args)
+        if plan is not None and _notes.message is not None:
+            _notes.message.sent_as = "plan"
+        return line, plan
+
+    def send(self, message: Any, *args: Any) -> Any:
+        """As of `Sender`."""
+        _describe(message)
+        return Sender.send(self, message, *args)
 
 
 def _noted(noted: Message, act: Any, connection: Connection, args: Any, kwargs: Any) -> Any:
@@ -275,7 +282,7 @@ def _noting_ready(handle: Handle) -> Connection:
     """A worker that was started, or started again, meanwhile is recorded from its first call on."""
     connection = _ready(handle)
     if type(connection) is Connection:
-        recording = _recordings.get(id(connection._link))
+        recording = _recordings.get(id(connection.link))
         if recording is not None:
             recording.attach(connection)
     return connection
@@ -344,7 +351,7 @@ class Recording:
             except GradwireError as error:
                 self._lost[connection.facts.name] = _told(error)
             connection.__dict__["recording"] = self
-            connection.__class__ = RecordingConnection
+            connection.__class__, connection.sender.__class__ = RecordingConnection, _RecordingSender
 
     def note(self, connection: Connection) -> Message:
         """A message is about to be sent by this thread."""
@@ -369,7 +376,7 @@ class Recording:
         far: dict[bytes, dict[int, FarEnd]] = {}
         dropped = {"this process": max(0, self._noted - len(self._messages))}
         for incarnation, connection in attached.items():
-            connection.__class__ = Connection
+            connection.__class__, connection.sender.__class__ = Connection, Sender
             try:
                 far[incarnation], dropped[connection.facts.name] = _fetch(connection)
             except GradwireError as error:

@@ -45,9 +45,9 @@ class SharedWorker(Worker):
     def _revived(self) -> Connection:
         """If somebody has started it again, go over to the new process; else as any worker."""
         with self._lock:
-            if not self._closed and not self._connection.is_alive and self._look_for_another():
+            if not self._closed and not self._connection.life.is_there and self._look_for_another():
                 self._replace()
-                self._connection.follows_death = True
+                self._connection.life.follows_death = True
         return super()._revived()
 
     def _look_for_another(self) -> bool:

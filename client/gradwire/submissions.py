@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradwire.answers import check_results
-from gradwire.plans import Plan, signature_of
+from gradwire.endings import error_of
+from gradwire.plans import Plan, Template, signature_of
 from gradwire.site import Outcome, Site
 from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
@@ -116,7 +117,7 @@ class Coder:
     def frame_of(self, call: Submission) -> bytes:
         """The call as it is sent; its tensors are lent. `Elsewhere`; raises what refuses the arguments."""
         lane = self._lane
-        call.call_id = next(self._connection._call_ids)
+        call.call_id = next(self._connection.call_ids)
         plan = None if call.signature is None else self._plans.get(call.key)
         if plan is not None and plan.nbytes <= self._most:
             with contextlib.suppress(NotShared):
@@ -132,7 +133,8 @@ class Coder:
         try:
             if further:
                 raise Elsewhere
-            message = _message(call, headers)
+            template = Template(call.remote, call.site, (), 0, 0, 0, call.chain)
+            message = template.message(call.call_id, headers, [])
             frame = self._planned(call, message) if self._is_to_be_planned(call) else None
             frame = frame or messages.pack(message)
             if len(frame) > self._most:
@@ -184,9 +186,12 @@ class Coder:
             raise Strange
         self._making.discard(call.key)
         if type(reply) is Failed:
-            if self._connection._closed and reply.type_name == "KeyboardInterrupt":  # which cancelled it
-                self._connection._raise_closed(was_running=True)
-            raise self._connection.error_of(reply)
+            life = self._connection.life
+            if (
+                life.is_closed and reply.type_name == "KeyboardInterrupt"
+            ):  # by `close`, which has cancelled it
+                life.raise_closed(was_running=True)
+            raise error_of(reply, life.facts.name)
         return self._long_result(call, reply, frames)
 
     def _short_result(self, call: Submission, nbytes: int) -> Any:
@@ -197,7 +202,7 @@ class Coder:
         if head.call_id != call.call_id:
             raise Strange
         connection.compute_ns += head.compute_ns
-        connection._give_back(head.token)
+        connection.released.give_back(head.token)
         if call.is_abandoned:
             plan.decline()
             return None
@@ -206,7 +211,7 @@ class Coder:
     def _long_result(self, call: Submission, reply: Done, frames: Sequence[bytes]) -> Any:
         connection, plan = self._connection, call.plan
         connection.compute_ns += reply.compute_ns
-        connection._give_back(reply.token)
+        connection.released.give_back(reply.token)
         if plan is not None:
             plan.note_done(reply, self._exchange)
             if call.is_new:
@@ -219,11 +224,3 @@ class Coder:
         check_results((), reply.headers)
         carriers = self._exchange.borrow_all(reply.headers, frames[1:])
         return Outcome(carriers, reply.structure, 0).tree(call.adopt)
-
-
-def _message(call: Submission, headers: list[Any]) -> messages.Call:
-    site = call.site
-    return messages.Call(
-        *(call.call_id, call.remote, site.structure, (), 0, 0, 0, site.training, site.flags, site.seed),
-        *(headers, [], call.chain),
-    )

@@ -83,7 +83,7 @@ class Worker:
             self._end_process(facts)
             raise
         _say_fallback(made)
-        made.advise, made.revives = self._restarts.advice, self._restarts.revives
+        made.life.advise, made.life.revives = self._restarts.advice, self._restarts.revives
         return made
 
     def _greet(self, facts: WorkerFacts) -> Connection:
@@ -120,7 +120,7 @@ class Worker:
 
     def _present(self) -> Connection:
         connection = self._connection
-        if connection.is_alive and not self._closed:
+        if connection.life.is_there and not self._closed:
             return connection
         return self._revived()
 
@@ -129,7 +129,7 @@ class Worker:
         with self._lock:
             self._check_open()
             connection = self._connection
-            if connection.is_alive:
+            if connection.life.is_there:
                 return connection
             death = self._link.death_of(self._facts.incarnation, REPORT_S)
             exit_code = death.exit_code if death is not None else None
@@ -145,8 +145,8 @@ class Worker:
     def _revive(self, has_died: bool) -> None:
         """The policy's restart, by the call that needs it. Raises WorkerStartError (lock held)."""
         restarts, connection = self._restarts, self._connection
-        if has_died and not connection.is_counted:
-            connection.is_counted = True
+        if has_died and not connection.life.is_counted:
+            connection.life.is_counted = True
             restarts.note_end(time.monotonic() - self._since, connection.calls > 0)
         if restarts.is_given_up:
             raise WorkerStartError(
@@ -160,12 +160,12 @@ class Worker:
         except WorkerStartError as error:
             restarts.note_end(0.0, has_answered=False)
             raise WorkerStartError(f"{error}\n  {restarts.advice(None)}") from error
-        self._connection.follows_death = True
+        self._connection.life.follows_death = True
 
     def _replace(self, discard_state: bool = False) -> None:
         """Another process in place of this one (lock held). discard_state: see `restart`."""
         old = self._connection
-        old.replace()
+        old.life.is_replaced = True
         old.close()
         old.bury()
         try:
@@ -173,7 +173,7 @@ class Worker:
         except GradwireError as error:
             self._failure = str(error)
             raise
-        made.state_discarded = discard_state
+        made.life.state_discarded = discard_state
         self._failure, self._connection, self._since = None, made, time.monotonic()
         if self._closed:  # meanwhile, by somebody who could not wait for the start
             made.close()
@@ -204,7 +204,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether the process is there, as far as is known without asking it."""
-        return not self._closed and self._connection.is_alive
+        return not self._closed and self._connection.life.is_there
 
     @property
     def keeps_name(self) -> bool:
@@ -230,7 +230,7 @@ class Worker:
             self._restarts.forget()
             old = self._connection
             try:
-                old.replace()
+                old.life.is_replaced = True
                 self._link.stop_worker(old.facts.incarnation, 1.0)
                 self._replace(discard_state)
             except (
@@ -248,7 +248,7 @@ class Worker:
             if self._closed:
                 return
             self._closed = True
-            if self._connection.is_alive:
+            if self._connection.life.is_there:
                 barrier()
             self._background.close()
             self._connection.close()

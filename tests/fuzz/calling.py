@@ -66,7 +66,7 @@ def one_life(link: BrokerLink, memory: Memory, folder: str, end: float, met: Any
             handle = Handle(lambda: connection, kind, "a:b", positional(0), [])
         remote = Remote(handle, Background("fuzz")).options(timeout=0.5)
         for i in range(100):
-            if time.monotonic() > end or not connection.is_alive:
+            if time.monotonic() > end or not connection.life.is_there:
                 return
             start = time.monotonic()
             faulthandler.dump_traceback_later(3 * MOST_S, exit=True)

@@ -26,7 +26,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[gw.Worker]:
 
 def planned(worker: gw.Worker) -> int:
     """How many plans the line used last has."""
-    lines = worker._connection._lines
+    lines = worker._connection.lines
     return len((lines._lanes or lines._dealers)[-1].plans)
 
 
