@@ -41,6 +41,7 @@ from gradwire_wire.words import Word
 
 if TYPE_CHECKING:
     from gradwire.background import Background
+    from gradwire.far import NoTether
     from gradwire.pipeline import Pipeline
 
 __all__ = ["Connection"]
@@ -56,6 +57,7 @@ class Connection:
     """
 
     life_class = Life
+    _watch: TetherWatch | NoTether
 
     def __init__(self, link: BrokerLink, facts: WorkerFacts, memory: Memory, timeout_s: float) -> None:
         """Shakes hands with the worker. ConnectError, VersionMismatchError, DeadlineError."""
@@ -323,9 +325,10 @@ class Connection:
         with self._opening:
             if self._pipeline is None or self._pipeline.is_over:
                 lane = self.lines.open_pipeline_lane()
-                self._pipeline = (
-                    None if lane is None or self.life.is_closed else Pipeline(self, lane, background)
-                )
+                if lane is None or self.life.is_closed:
+                    self._pipeline = None
+                else:
+                    self._pipeline = Pipeline(self, lane, background)
             return self._pipeline
 
     def drain(self) -> None:

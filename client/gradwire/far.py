@@ -46,6 +46,20 @@ class FarLife(Life):
         super().look_around(deadline)
 
 
+class NoTether:
+    """In place of a `TetherWatch`, where there is no tether to be watched."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def stop(self) -> None:
+        """Nothing was looked at."""
+
+    def let_go(self) -> None:
+        """Nothing is shared."""
+        self._exchange.end()
+
+
 class FarConnection(Connection):
     """A `Connection` at ``tcp://``."""
 
@@ -67,6 +81,7 @@ class FarConnection(Connection):
             raise
         lines.check_in(line)
         checked_welcome(answer, self.facts)
+        self._watch = NoTether(exchange)
         return lines, exchange, ours
 
     def _answer(self, line: sockets.Dealer, timeout_s: float) -> Any:
@@ -81,10 +96,3 @@ class FarConnection(Connection):
             f"worker {self.facts.name!r} at {self.facts.endpoint} did not answer within {timeout_s} s; it may be in a "
             "long call, or a firewall lets only the broker's port through"
         )
-
-    def close(self) -> None:
-        """Stop using the worker. Idempotent."""
-        if not self.life.is_closed:
-            self.life.is_closed = True
-            self.lines.close()
-            self.exchange.end()

@@ -23,7 +23,7 @@ __all__ = ["Sender"]
 
 
 class Sender:
-    """Of one connection. Any thread may send. Nothing here waits."""
+    """Of one connection. Any thread may send. Nothing here waits, but to know why a worker cannot be reached."""
 
     def __init__(self, lines: Lines, exchange: Exchange, life: Life) -> None:
         self._lines, self._exchange, self._life = lines, exchange, life

@@ -7,7 +7,8 @@ import os
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from gradwire.recording import Recorded, Recording
+from gradwire.notes import Recorded
+from gradwire.recording import Recording
 from gradwire.trace_events import document
 from gradwire_wire.errors import UsageError
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from gradwire.recording import FaceCall, FarEnd, Invocation, Message, Recorded
+from gradwire.notes import FaceCall, FarEnd, Invocation, Message, Recorded
 
 __all__ = ["document", "parts_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.recording import FaceCall, Invocation, Message, Recorded, _until
+from gradwire.notes import FaceCall, Invocation, Message, Recorded, until
 from gradwire.trace_events import document
 
 STOPPED = 7_000
@@ -31,7 +31,7 @@ def test_steps_after_the_end_were_not_reached() -> None:
     live = under_way(received=STOPPED + 1, answered=STOPPED + 2)
     assert live.invocation is not None and live.invocation.face is not None
     live.invocation.taken, live.invocation.face.left = STOPPED + 3, STOPPED + 4
-    (then,) = _until(STOPPED, [live])
+    (then,) = until(STOPPED, [live])
     assert then.invocation is not None and then.invocation.face is not None
     assert (then.sent, then.received, then.answered) == (5_000, 0, 0)
     assert (then.invocation.taken, then.invocation.face.left) == (0, 0)
@@ -42,14 +42,14 @@ def test_messages_after_the_end_are_left_out_and_what_they_share_stays_shared() 
     face = FaceCall()
     invocation = Invocation("f", face)
     first, second, late = (message(face, invocation, began=at) for at in (3_000, 3_500, STOPPED + 1))
-    kept = _until(STOPPED, [first, second, late])
+    kept = until(STOPPED, [first, second, late])
     assert [noted.began for noted in kept] == [3_000, 3_500]
     assert kept[0].invocation is kept[1].invocation is not invocation
 
 
 def test_no_span_of_a_call_under_way_leaves_the_one_around_it() -> None:
     live = under_way()
-    recorded = Recorded(0, STOPPED, _until(STOPPED, [live]), {}, {}, {}, {}, {})
+    recorded = Recorded(0, STOPPED, until(STOPPED, [live]), {}, {}, {}, {}, {})
     live.received = live.answered = STOPPED + 6_000  # while the file is being made
     ends = [e["ts"] + e["dur"] for e in document(recorded, 1)["traceEvents"] if e["ph"] == "X"]
     assert len(ends) >= 4 and max(ends) <= STOPPED / 1000

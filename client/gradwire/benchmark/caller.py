@@ -20,7 +20,8 @@ import gradwire as gw
 from gradwire.benchmark.measure import arrays, percentiles_us
 from gradwire.benchmark.plan import MEASURE, Plan, Work, identity_of
 from gradwire.families import is_leaf
-from gradwire.recording import FaceCall, Recorded, Recording
+from gradwire.notes import FaceCall, Recorded
+from gradwire.recording import Recording
 from gradwire.trace_events import parts_of
 from gradwire_wire import process
 from gradwire_wire.structures import fill, flatten
