@@ -158,6 +158,17 @@ def test_a_function_is_called_over_tcp_with_keys(far: str, alice: Path) -> None:
         assert double(1) == 2
 
 
+def test_calls_over_tcp_are_traced_and_the_bridge_can_be_closed_then(
+    far: str, alice: Path, tmp_path: Path
+) -> None:
+    with gw.connect(far) as bridge:
+        double = bridge["w"].function("far_ops:double")
+        with bridge.trace(tmp_path / "t.json") as trace:
+            double(np.ones(3))
+        np.testing.assert_array_equal(double(np.ones(3)), [2, 2, 2])
+    assert trace.calls == 1
+
+
 def test_by_a_file_that_names_address_and_keys(
     far: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
