@@ -42,8 +42,10 @@ from gradwire_wire.errors import (
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from gradwire.bridge import Bridge, connect
     from gradwire.conversion import to_jax, to_numpy, to_tf, to_torch
+    from gradwire.optimizer import Optimizer
     from gradwire.pullback import Pullback
-    from gradwire.remote import Optimizer, Remote, ShapeDtype
+    from gradwire.remote import Remote
+    from gradwire.specs import ShapeDtype
     from gradwire.worker import Worker
 
 __version__ = "0.1.0"
@@ -83,10 +85,10 @@ __all__ = [
 _FACES = ("jax", "keras", "tensorflow", "torch")
 _HOMES = {
     "Bridge": "bridge",
-    "Optimizer": "remote",
+    "Optimizer": "optimizer",
     "Pullback": "pullback",
     "Remote": "remote",
-    "ShapeDtype": "remote",
+    "ShapeDtype": "specs",
     "Worker": "worker",
     "connect": "bridge",
     "to_jax": "conversion",

@@ -16,6 +16,7 @@ from gradwire import answers
 from gradwire.connection import Connection
 from gradwire.families import family_of, is_leaf, tensors_named
 from gradwire.handle import Handle
+from gradwire.regularizers import warn_of_regularizers
 from gradwire.remote import Remote
 from gradwire.site import Site
 from gradwire.stakes import Stake, Stakes
@@ -30,7 +31,7 @@ __all__ = ["Functional", "FunctionalHandle", "check_remote"]
 
 def check_remote(x: Any) -> None:
     """UsageError for what is none, such as a worker or a module of this process."""
-    if not hasattr(x, "handle"):
+    if not isinstance(x, Remote):
         raise UsageError(f"{x!r:.80} is no gradwire.Remote; give what worker.module(...) returns")
 
 
@@ -128,7 +129,7 @@ class Functional:
             )
         self.remote, self.has_explicit_buffers = remote, buffers
         if trainable is None:
-            remote.warn_of_regularizers()
+            warn_of_regularizers(remote)
         self.handle = FunctionalHandle(remote.handle, buffers, training, trainable)
 
     def frozen(self) -> list[str]:

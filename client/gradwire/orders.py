@@ -192,7 +192,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     """A shape, of one number or several."""
     try:
         made = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
-    except TypeError:
+    except Exception:  # what stands for a number in some framework's shape, or for all of them
         made = (-1,)
     if any(n < 0 for n in made):
         raise UsageError(f"a shape is a natural number or a tuple of such, not {shape!r:.80}")

@@ -6,101 +6,46 @@ family's face make the call a node of its own autodiff. All ways lead to `Handle
 
 from __future__ import annotations
 
-import operator
 import os
-import sys
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradwire import pullback
 from gradwire.answers import checked_state
-from gradwire.background import Background, futures_in, raising, with_results
+from gradwire.background import Background
 from gradwire.families import (
-    FAMILIES,
     barrier,
     compiling_face,
     exported,
     face_named,
     family_of,
     family_of_call,
-    in_callers_modes,
     is_leaf,
     naming,
     tensors_named,
 )
 from gradwire.handle import Handle
-from gradwire.orders import checked_shape
+from gradwire.optimizer import Optimizer
+from gradwire.options import Options
+from gradwire.proxies import no_attribute, stays_here
 from gradwire.pullback import Pullback
-from gradwire.site import Site, SpecResult
-from gradwire_wire.carriers import Aval, Carrier
-from gradwire_wire.dtypes import dtype_named
+from gradwire.regularizers import warn_of_regularizers
+from gradwire.selection import checked_group, checked_names
+from gradwire.site import Site
+from gradwire.specs import ShapeDtype, avals_of, is_described, spec_result
+from gradwire.submitting import submit
+from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
-from gradwire_wire.interruption import postponed, raise_postponed
 from gradwire_wire.structures import fill, flatten, positional
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from gradwire.pipeline import Pipeline
-    from gradwire.submissions import Submission
-
-__all__ = ["Options", "Optimizer", "Remote", "ShapeDtype"]
-
+__all__ = ["Remote"]
 
 MAX_SITES = 1024
-
-
-class ShapeDtype(NamedTuple):
-    """Shape and dtype (by name) of a tensor that is not there: in `Remote.spec` and ``options(out_spec=...)``."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `Remote.options` sets; never mixed with the function's own keywords."""
-
-    timeout: float | None = None
-    seed: Any = None
-    residuals: str = "keep"
-    compile: bool | str = "auto"
-    vmap: str = "batch"
-    out_spec: Any = None
-    family: str | None = None
-    retry: bool = False
-
-    def __post_init__(self) -> None:
-        number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
-        if self.timeout is not None and not (number and self.timeout > 0):
-            raise UsageError(f"timeout must be a positive number of seconds or None, not {self.timeout!r}")
-        is_number = type(self.seed) is int and 0 <= self.seed < 2**63
-        if not (self.seed is None or self.is_seed_traced or is_number):
-            raise UsageError(f"seed must be an integer from 0 to 2**63 - 1 or None, not {self.seed!r}")
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if not any(type(value) is type(choice) and value == choice for choice in allowed):
-                raise UsageError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
-
-    @property
-    def is_seed_traced(self) -> bool:
-        """Whether the seed is a scalar of a program being traced: an operand of the call rather than part of its site."""
-        return family_of(self.seed) != ""
-
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "residuals": ("keep", "recompute"),
-    "compile": ("auto", True, False),
-    "vmap": ("batch", "sequential"),
-    "family": (None, "numpy", *FAMILIES),
-    "retry": (True, False),
-}
 
 
 class Remote:
@@ -125,7 +70,7 @@ class Remote:
     if not TYPE_CHECKING:  # which is to find misspelt names
 
         def __getattr__(self, name: str) -> Any:
-            raise _no_attribute(
+            raise no_attribute(
                 self,
                 name,
                 "only a call reaches what is in the worker. For another method of it give worker.module() a factory whose "
@@ -208,10 +153,11 @@ class Remote:
     def spec(self, /, *args: Any, **kwargs: Any) -> Any:
         """The result tree with a `ShapeDtype` in place of each tensor; user code does not run for real.
 
-        Arguments may be tensors or `ShapeDtype`. UsageError where the shape depends on values.
+        Arguments may be tensors, also those without values (on torch's device meta), or whatever has a shape and a dtype: `ShapeDtype`,
+        jax.ShapeDtypeStruct, tf.TensorSpec. UsageError where the shape depends on values.
         """
-        structure, leaves = flatten([list(args), kwargs], lambda x: isinstance(x, ShapeDtype) or is_leaf(x))
-        result = self.handle.spec(self._site(structure, seeded=False), tuple(_aval_of(x) for x in leaves))
+        structure, leaves = flatten([list(args), kwargs], is_described)
+        result = self.handle.spec(self._site(structure, seeded=False), avals_of(leaves, structure))
         return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -228,82 +174,13 @@ class Remote:
         interrupt a call that has begun;
         ``options(timeout=...)`` does.
         """
-        return self._submit(args, kwargs, may_wait=True)
-
-    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], may_wait: bool) -> Future[Any]:
-        if postponed:
-            raise_postponed()
-        known = None if kwargs else self._routes.get((self.handle.training, *map(type, args)))
-        waited = () if known is not None else futures_in([args, kwargs])
-        if not waited:
-            return self._begin(args, kwargs, may_wait, None, known)
-        future = self._future()
-
-        def begin() -> None:
-            try:
-                args_there, kwargs_there = with_results([args, kwargs])
-                self._begin(args_there, kwargs_there, False, future, None)
-            except Exception as error:
-                self._background.start(future, raising(error))
-
-        self._background.after(waited, future, in_callers_modes(begin))
-        return future
-
-    def _future(self) -> Future[Any]:
-        """One for a call that will begin later."""
-        future = self._background.new_future()
-        pipeline = self.handle.pipeline_or_none(self._background)
-        return future if pipeline is None else pipeline.new_future()
-
-    def _begin(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        may_wait: bool,
-        future: Future[Any] | None,
-        known: tuple[str, Site] | None,
-    ) -> Future[Any]:
-        """Submit a call by the pipeline, or by a thread that makes it. known: its route."""
-        act: Any = in_callers_modes(partial(self, *args, **kwargs))
-        begun = None
-        if compiling_face() is None:
-            try:
-                pipeline = self.handle.pipeline(self._background)
-                call = None if pipeline is None else self._submission(pipeline, args, kwargs, known, act)
-                if call is not None and pipeline is not None:
-                    begun = pipeline.submit(call, may_wait, future)
-            except Exception as error:
-                act = raising(error)
-        if begun is not None:
-            return begun
-        future = future or self._background.new_future()
-        self._background.start(future, act)
-        return future
-
-    def _submission(
-        self,
-        pipeline: Pipeline,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: tuple[str, Site] | None,
-        again: Any,
-    ) -> Submission | None:
-        """The call as it goes by the pipeline; None where a gradient would be recorded, or it may be repeated."""
-        family, site, leaves = self._route(args, kwargs) if known is None else (*known, list(args))
-        is_plain = getattr(face_named(family), "is_plain", None)
-        if site.seeded or site.retry or is_plain is None or not is_plain(site, leaves):
-            return None
-        carriers = exported(leaves, site.structure)
-        adopt = tensors_named(family).adopt
-        if family != "numpy":
-            adopt = in_callers_modes(adopt)
-        return self.handle.submission(pipeline, site, carriers, adopt, again)
+        return submit(self, args, kwargs, may_wait=True)
 
     async def aio(self, /, *args: Any, **kwargs: Any) -> Any:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
         import asyncio  # here, for it takes longer than all of ours
 
-        return await asyncio.wrap_future(self._submit(args, kwargs, may_wait=False))
+        return await asyncio.wrap_future(submit(self, args, kwargs, may_wait=False))
 
     def options(self, **changes: Any) -> Remote:
         """A new proxy of the same remote thing.
@@ -311,26 +188,14 @@ class Remote:
         timeout: seconds a call may take. seed: makes calls reproducible (in JAX also one that is traced, or a key).
         residuals: "keep", or "recompute" the forward at the pullback. compile: "auto", True, False. vmap: "batch" (one
         message), or "sequential" (a call for each row, for functions that must not see a batch). out_spec: result tree
-        of `ShapeDtype`, where it cannot be found out. family: the result's, where no argument tells it. retry: a call
+        of `ShapeDtype` or the like (see `spec`), where it cannot be found out. family: the result's, where no argument tells it. retry: a call
         whose worker died is made once more in the new process; for functions that may run twice, with ``restart=`` of
         the worker. UsageError for anything else.
         """
-        known = [f.name for f in fields(Options)]
-        unknown = sorted(set(changes) - set(known))
-        if unknown:
-            raise UsageError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
-        seed, timeout = changes.get("seed"), changes.get("timeout")
-        if family_of(seed):
-            changes["seed"] = _seed(seed)
-        elif isinstance(seed, Integral) and not isinstance(seed, bool):
-            changes["seed"] = operator.index(seed)
-        if isinstance(timeout, Real) and not isinstance(timeout, bool):
-            changes["timeout"] = _seconds(timeout)
-        if changes.get("out_spec") is not None:
-            _spec_result(changes["out_spec"])  # which refuses what cannot be one
+        changed = self._options.changed(changes)
         if changes.get("retry"):
             self._check_retry()
-        return Remote(self.handle, self._background, replace(self._options, **changes))
+        return Remote(self.handle, self._background, changed)
 
     def _check_retry(self) -> None:
         if self.handle.is_module:
@@ -398,7 +263,7 @@ class Remote:
 
     def grads(self) -> dict[str, Any]:
         """Gradients accumulated in the worker by parameter name; None where there are none."""
-        self.warn_of_regularizers("grads")
+        warn_of_regularizers(self, "grads")
         return dict(self._change("grads"))
 
     def requires_grad_(self, flag: bool = True, names: str | Sequence[str] | None = None) -> Remote:
@@ -407,7 +272,7 @@ class Remote:
         names: parameters, beginnings of their names ("encoder" means "encoder.weight"), or patterns with ``*``; None
         means all. UsageError for one that means nothing.
         """
-        self._change("requires_grad", bool(flag), _names(names))
+        self._change("requires_grad", bool(flag), checked_names(names))
         return self
 
     def optimizer(
@@ -418,33 +283,10 @@ class Remote:
         kwargs: its options. parameters: groups with options of their own, ``[{"names": ["encoder"], "lr": 1e-4}, ...]``,
         the names as in `requires_grad_`; what is in no group is not moved.
         """
-        groups = None if parameters is None else [_group(g) for g in parameters]
+        groups = None if parameters is None else [checked_group(g) for g in parameters]
         settings = {} if groups is None else {"groups": groups}
-        self.warn_of_regularizers()
+        warn_of_regularizers(self)
         return Optimizer(self, target, self._change("optimizer", target, kwargs, **settings))
-
-    def warn_of_regularizers(self, once: str = "") -> None:
-        """A UserWarning, once for each remote, where training by a call's result alone would leave losses of Keras out.
-
-        once: an occasion on which the worker need not be asked a second time. (What ``add_loss`` is given may be known to it
-        only after calls.)
-        """
-        handle = self.handle
-        if handle.has_warned or once in handle.asked or not handle.is_module:
-            return
-        if once:
-            handle.asked.add(once)
-        names = list(self._change("regularizers"))
-        handle.has_warned = bool(names)
-        if names:
-            shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
-            warnings.warn(
-                f"{self.handle.name} has regularizers or losses of its own ({shown}). As with a Keras model that is called, their losses are no part of "
-                "the result, so training by the result leaves them out. gw.keras.Layer adds them to its losses; elsewhere have the "
-                "factory return a model that returns them, such as (y, sum(net.losses)), and add them to your loss",
-                UserWarning,
-                stacklevel=_levels_to_the_user(),
-            )
 
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         barrier()  # or this would overtake what a compiled program has dispatched, and what was submitted
@@ -480,7 +322,7 @@ class Remote:
             "residuals": options.residuals,
             "vmap": options.vmap,
             "retry": options.retry,
-            "out_spec": None if options.out_spec is None else _spec_result(options.out_spec),
+            "out_spec": None if options.out_spec is None else spec_result(options.out_spec),
         }
         return Site(structure, **{**settings, **overrides})
 
@@ -504,160 +346,3 @@ class Remote:
         structure, leaves = self._flatten(args, kwargs)
         family = family_of_call(leaves, structure, self._options.family)
         return self._plain_site(structure, accumulate), family, exported(leaves, structure)
-
-
-class Optimizer:
-    """An optimizer in the worker. Its methods wait for what compiled programs have dispatched."""
-
-    __slots__ = ("_number", "_remote", "_target")
-
-    def __init__(self, remote: Remote, target: str, number: int) -> None:
-        self._remote, self._target, self._number = remote, target, number
-
-    def __repr__(self) -> str:
-        return f"<gradwire.Optimizer {self._target} of {self._remote.handle.name}>"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise stays_here("optimizer", self, " Its values can be saved: optimizer.state_dict().")
-
-    if not TYPE_CHECKING:  # which is to find misspelt names
-
-        def __getattr__(self, name: str) -> Any:
-            raise _no_attribute(
-                self,
-                name,
-                "its options are in the worker, to be changed by set(lr=...) and read in state_dict()",
-            )
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name not in self.__slots__:
-                getattr(self, name)
-            super().__setattr__(name, value)
-
-    def _change(self, verb: str, *args: Any) -> Any:
-        return self._remote._change(verb, self._number, *args)
-
-    def step(self, clip_norm: float | None = None, *, zero_grad: bool = False) -> float | None:
-        """Apply the accumulated gradients, then advance the schedules. UsageError where no pullback has accumulated any.
-
-        clip_norm: the most that the norm of all gradients together may be; they are scaled down to it. Returns what it
-        was before; None without clip_norm. zero_grad: forget the gradients then, in the same message.
-        """
-        self._remote.warn_of_regularizers("step")
-        norm = self._change("step", _clip_norm(clip_norm), bool(zero_grad))
-        return None if norm is None else float(norm)
-
-    def zero_grad(self) -> None:
-        """Forget the accumulated gradients."""
-        self._change("zero_grad")
-
-    def set(self, **options: Any) -> None:
-        """New values of its options, as in ``set(lr=1e-4)``, for all parameters."""
-        self._change("set", options)
-
-    def schedule(self, target: str, **kwargs: Any) -> None:
-        """Have each step advance a schedule of the worker's framework, such as ``"torch.optim.lr_scheduler:StepLR"``.
-
-        target: called with the kwargs, and in torch with the optimizer first; a function of the user's may combine
-        several.
-        """
-        self._change("schedule", target, kwargs)
-
-    def state_dict(self) -> Any:
-        """Its moments, counts, options and schedules: a tree of tensors, copies, and scalars."""
-        return self._change("optimizer_state")
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from what `state_dict` gave, all or nothing. UsageError where it is of another optimizer or module."""
-        self._change("load_optimizer_state", state)
-
-
-def _no_attribute(proxy: Any, name: str, advice: str) -> AttributeError:
-    kind = type(proxy).__name__
-    return AttributeError(f"{kind!r} object has no attribute {name!r}: {advice}", name=name, obj=proxy)
-
-
-def _clip_norm(norm: Any) -> float | None:
-    if norm is None:
-        return None
-    try:
-        if isinstance(norm, (bool, str)):
-            raise ValueError
-        return float(norm)
-    except (TypeError, ValueError):
-        raise UsageError(f"step(clip_norm={norm!r:.80}): the norm must be a positive number") from None
-
-
-def _levels_to_the_user() -> int:
-    """How far up the stack from the caller of this the first frame is that is none of gradwire's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "gradwire":
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def stays_here(what: str, x: Any, instead: str = "") -> UsageError:
-    """What copying and pickling a proxy raise: a copy would share the worker's state, silently or not at all."""
-    return UsageError(
-        f"{x!r} stands for something in a worker and cannot be copied or pickled.{instead} Keep one {what} and share it; "
-        "another process makes its own with gradwire.connect(...)"
-    )
-
-
-def _names(names: str | Sequence[str] | None) -> list[str] | None:
-    if names is None or isinstance(names, str):
-        return None if names is None else [names]
-    found = list(names) if isinstance(names, Iterable) else [names]
-    if not all(isinstance(name, str) for name in found):
-        raise UsageError(
-            f"names of parameters are texts, or beginnings of names, in a list, not {names!r:.80}"
-        )
-    return found
-
-
-def _seconds(timeout: Any) -> float:
-    try:
-        return float(timeout)
-    except OverflowError:
-        raise UsageError(
-            f"timeout={timeout!r:.40} is more seconds than can be waited; None waits for ever"
-        ) from None
-
-
-def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(group, Mapping) or "names" not in group:
-        raise UsageError(
-            'a group of parameters is a dict with their names and options, such as {"names": ["encoder"], "lr": 1e-4}, '
-            f"not {group!r:.80}"
-        )
-    return {**group, "names": _names(group["names"])}
-
-
-def _seed(x: Any) -> Any:
-    """A seed that is a tensor: its number, or itself where a JAX program is being traced."""
-    family = family_of(x)
-    if family == "jax":
-        return face_named("jax").seed(x)  # type: ignore[attr-defined]
-    try:
-        return operator.index(x.item() if hasattr(x, "item") else x)
-    except Exception as error:
-        raise UsageError(
-            f"seed must be an integer, and of {family} one whose value is known: {error}. Under jit a seed may be "
-            "traced in JAX programs only"
-        ) from None
-
-
-def _aval_of(x: Any) -> Aval:
-    if not isinstance(x, ShapeDtype):
-        aval: Aval = tensors_named(family_of(x)).aval(x)
-        return aval
-    name = x.dtype if isinstance(x.dtype, str) else np.dtype(x.dtype).name
-    dtype = dtype_named(name)
-    if dtype is None:
-        raise UsageError(f"{x.dtype!r} is not a dtype that can be sent")
-    return Aval(checked_shape(x.shape), dtype)
-
-
-def _spec_result(tree: Any) -> SpecResult:
-    structure, leaves = flatten(tree, lambda x: isinstance(x, ShapeDtype), "out_spec")
-    return SpecResult(tuple(_aval_of(x) for x in leaves), structure)

@@ -46,6 +46,12 @@ class TorchHandle:
         self.counts: Counter[str] = Counter()
         self._tokens = itertools.count(1)
         self._thread = ThreadPoolExecutor(1)
+        self.has_warned = False
+        self.asked: set[str] = set()
+
+    @property
+    def training(self) -> bool | None:
+        return self.target.training if isinstance(self.target, torch.nn.Module) else None
 
     def invoke(
         self,
@@ -83,6 +89,15 @@ class TorchHandle:
     def release(self, token: int) -> None:
         self.counts["released"] += 1
         self.kept.pop(token, None)
+
+    def drain(self) -> None:
+        """Nothing is submitted here."""
+
+    def change_state(
+        self, verb: str, structure: bytes, carriers: Sequence[Carrier], timeout_s: float | None = None
+    ) -> tuple[bytes, list[Carrier]]:
+        assert verb == "regularizers", verb  # modules of torch have none
+        return flatten([], lambda x: False)[0], []
 
     def close(self) -> None:
         self._thread.shutdown()

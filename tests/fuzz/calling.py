@@ -30,7 +30,8 @@ from gradwire.broker_link import BrokerLink
 from gradwire.connection import Connection
 from gradwire.functional import Functional
 from gradwire.handle import Handle
-from gradwire.remote import Remote, ShapeDtype
+from gradwire.remote import Remote
+from gradwire.specs import ShapeDtype
 from gradwire.worker_records import WorkerFacts
 from gradwire_wire.errors import GradwireError
 from gradwire_wire.exchange import Memory

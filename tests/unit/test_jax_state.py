@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 import gradwire.jax
+from gradwire.background import Background
+from gradwire.remote import Remote
 from gradwire.site import Site
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import positional
@@ -178,6 +180,8 @@ DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gradwire.jax
+from gradwire.background import Background
+from gradwire.remote import Remote
 from gradwire.site import Site
 from gradwire_wire.structures import positional
 from tests.doubles.scripted_handle import ScriptedHandle
@@ -332,34 +336,22 @@ def test_pullbacks_happen_as_written(counted: Any, case: str, mode: str) -> None
 # ---- Training: the gradients of the all-local model ----------------------------------------------------------------
 
 
-class RemoteModule:
-    """What `gradwire.Remote` offers to `functional`, over a torch module in this process."""
-
-    seed_operand = ()
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.handle = module, TorchHandle(module)
-
-    def __repr__(self) -> str:
-        return "<remote module>"
-
-    def _site(self, structure: bytes, **settings: Any) -> Site:
-        return Site(structure, training=self.module.training, **settings)
-
-    def warn_of_regularizers(self) -> None:
-        """Modules of torch have none."""
-
-
 def encoder() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
 
 
 @pytest.fixture
-def module() -> Iterator[RemoteModule]:
-    remote = RemoteModule(encoder())
-    yield remote
-    remote.handle.close()
+def trained() -> torch.nn.Module:
+    return encoder()
+
+
+@pytest.fixture
+def module(trained: torch.nn.Module) -> Iterator[Remote]:
+    """A remote whose worker is in this process."""
+    handle = TorchHandle(trained)
+    yield Remote(handle, Background("double"))  # type: ignore[arg-type]
+    handle.close()
 
 
 def gradients(module: torch.nn.Module) -> list[np.ndarray]:
@@ -385,7 +377,7 @@ def penalised(net: Function, head: torch.Tensor) -> torch.Tensor:
 
 
 @MODES
-def test_a_first_stage_trains(module: RemoteModule, mode: str) -> None:
+def test_a_first_stage_trains(module: Remote, trained: torch.nn.Module, mode: str) -> None:
     """Its input is data, which nobody differentiates: without the anchor no cotangent would ever reach it."""
     apply, anchor = gradwire.jax.functional(module, owner="worker")
     loss = lambda h, a: (jnp.tanh(apply(a, DATA) @ h) ** 2).sum()  # noqa: E731
@@ -394,16 +386,16 @@ def test_a_first_stage_trains(module: RemoteModule, mode: str) -> None:
     gradwire.jax.barrier()
     local = all_local(lambda net, h: (torch.tanh(net(torch.from_numpy(DATA)) @ h) ** 2).sum(), HEADS)
     assert anchor_bar.shape == () and anchor_bar == 0 and np.isfinite(value)
-    for got, expected in zip([head_bar, *gradients(module.module)], local, strict=True):
+    for got, expected in zip([head_bar, *gradients(trained)], local, strict=True):
         np.testing.assert_allclose(got, expected, 1e-5, 1e-6)
     with torch.no_grad():
-        for p in module.module.parameters():
+        for p in trained.parameters():
             p -= 0.01 * p.grad
     assert step(HEADS, anchor)[0] < value
 
 
 @MODES
-def test_second_order_reaches_the_parameters(module: RemoteModule, mode: str) -> None:
+def test_second_order_reaches_the_parameters(module: Remote, trained: torch.nn.Module, mode: str) -> None:
     """A gradient penalty: d/dθ through ∂f/∂x, and nothing counted twice."""
     apply, anchor = gradwire.jax.functional(module, owner="worker")
 
@@ -413,14 +405,14 @@ def test_second_order_reaches_the_parameters(module: RemoteModule, mode: str) ->
 
     head_bar, _ = in_mode(mode, jax.grad(loss, (0, 1)))(HEADS, anchor)
     gradwire.jax.barrier()
-    for got, expected in zip([head_bar, *gradients(module.module)], all_local(penalised, HEADS), strict=True):
+    for got, expected in zip([head_bar, *gradients(trained)], all_local(penalised, HEADS), strict=True):
         np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
 
 
 @MODES
 def test_r40_statistics_move_once_for_each_forward(mode: str) -> None:
     norm = torch.nn.BatchNorm1d(3)
-    remote = RemoteModule(norm)
+    remote = Remote(TorchHandle(norm), Background("double"))  # type: ignore[arg-type]
     apply, anchor = gradwire.jax.functional(remote, owner="worker")
     step = in_mode(mode, jax.value_and_grad(lambda a, x: (apply(a, x) ** 2).sum()))
     remote.handle.spec = lambda site, avals: _same(avals[1:])  # type: ignore[method-assign]
@@ -438,7 +430,7 @@ def _same(avals: Any) -> Any:
     return SpecResult(tuple(avals), flatten(Leaf(0), lambda x: type(x) is Leaf)[0])
 
 
-def test_functional_refuses_what_it_cannot(module: RemoteModule) -> None:
+def test_functional_refuses_what_it_cannot(module: Remote) -> None:
     with pytest.raises(UsageError, match="owner is 'caller' or 'worker'"):
         gradwire.jax.functional(module, owner="me")
     with pytest.raises(UsageError, match="buffers='explicit' needs owner='caller'"):

@@ -20,6 +20,7 @@ from gradwire.functional import Functional, check_remote
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
+from gradwire.regularizers import warn_of_regularizers
 from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import DtypeError, GradwireError, RemoteError, UnsupportedTensorError, UsageError
@@ -198,7 +199,7 @@ def _explicit_buffers(remote: Remote) -> dict[str, jax.Array]:
 
 def _owned_by_worker(remote: Remote) -> tuple[Callable[..., Any], Any]:
     if remote.handle.is_module:
-        remote.warn_of_regularizers()
+        warn_of_regularizers(remote)
 
     def apply(anchor: Any, /, *args: Any, **kwargs: Any) -> Any:
         structure, leaves = flatten([list(args), kwargs], is_leaf)

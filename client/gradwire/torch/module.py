@@ -17,7 +17,7 @@ import torch
 import gradwire.torch
 from gradwire.families import family_of_call
 from gradwire.functional import Functional
-from gradwire.remote import stays_here
+from gradwire.proxies import stays_here
 from gradwire.torch.compiled import traced
 from gradwire.torch.names import Fixed, Part, Place, placed
 from gradwire_wire.errors import GradwireError, RemoteError, UsageError

@@ -1,0 +1,91 @@
+"""An optimizer that is in the worker, as its caller holds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradwire.proxies import no_attribute, stays_here
+from gradwire.regularizers import warn_of_regularizers
+from gradwire_wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from gradwire.remote import Remote
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer:
+    """An optimizer in the worker. Its methods wait for what compiled programs have dispatched."""
+
+    __slots__ = ("_number", "_remote", "_target")
+
+    def __init__(self, remote: Remote, target: str, number: int) -> None:
+        self._remote, self._target, self._number = remote, target, number
+
+    def __repr__(self) -> str:
+        return f"<gradwire.Optimizer {self._target} of {self._remote.handle.name}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise stays_here("optimizer", self, " Its values can be saved: optimizer.state_dict().")
+
+    if not TYPE_CHECKING:  # which is to find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(
+                self,
+                name,
+                "its options are in the worker, to be changed by set(lr=...) and read in state_dict()",
+            )
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in self.__slots__:
+                getattr(self, name)
+            super().__setattr__(name, value)
+
+    def _change(self, verb: str, *args: Any) -> Any:
+        return self._remote._change(verb, self._number, *args)
+
+    def step(self, clip_norm: float | None = None, *, zero_grad: bool = False) -> float | None:
+        """Apply the accumulated gradients, then advance the schedules. UsageError where no pullback has accumulated any.
+
+        clip_norm: the most that the norm of all gradients together may be; they are scaled down to it. Returns what it
+        was before; None without clip_norm. zero_grad: forget the gradients then, in the same message.
+        """
+        warn_of_regularizers(self._remote, "step")
+        norm = self._change("step", _clip_norm(clip_norm), bool(zero_grad))
+        return None if norm is None else float(norm)
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients."""
+        self._change("zero_grad")
+
+    def set(self, **options: Any) -> None:
+        """New values of its options, as in ``set(lr=1e-4)``, for all parameters."""
+        self._change("set", options)
+
+    def schedule(self, target: str, **kwargs: Any) -> None:
+        """Have each step advance a schedule of the worker's framework, such as ``"torch.optim.lr_scheduler:StepLR"``.
+
+        target: called with the kwargs, and in torch with the optimizer first; a function of the user's may combine
+        several.
+        """
+        self._change("schedule", target, kwargs)
+
+    def state_dict(self) -> Any:
+        """Its moments, counts, options and schedules: a tree of tensors, copies, and scalars."""
+        return self._change("optimizer_state")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from what `state_dict` gave, all or nothing. UsageError where it is of another optimizer or module."""
+        self._change("load_optimizer_state", state)
+
+
+def _clip_norm(norm: Any) -> float | None:
+    if norm is None:
+        return None
+    try:
+        if isinstance(norm, (bool, str)):
+            raise ValueError
+        return float(norm)
+    except (TypeError, ValueError):
+        raise UsageError(f"step(clip_norm={norm!r:.80}): the norm must be a positive number") from None
