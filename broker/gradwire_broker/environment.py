@@ -2,7 +2,7 @@
 
 Three layers, later ones win: the caller's environment without what belongs to the caller's own interpreter;
 what gradwire sets (memory left for others on a GPU, as many threads as the worker's share of the processors, and
-that they do not keep these while they wait);
+that they do not keep these while they wait; Keras's backend, which is another in the caller);
 what the user says with ``env=``. It is complete before the worker starts, so before any framework is imported.
 """
 
@@ -31,6 +31,7 @@ SPINS = "1000"
 """How often GNU's OpenMP, which is PyTorch's, looks for its next loop before a thread of it sleeps. By itself it looks for milliseconds, and
 takes the processor that the caller wants as soon as the worker has answered: a call of 0.2 ms took up to three times as long."""
 
+_KERAS_BACKENDS = ("tensorflow", "jax", "torch")
 _XLA_THREADS = ("NPROC", "PJRT_NPROC")
 """The size of XLA's pool. Its flag against multi-threaded matrix products would change their last bits."""
 
@@ -49,5 +50,7 @@ def worker_environment(
         made["GOMP_SPINCOUNT"] = SPINS
     if framework == "jax":
         made.update(dict.fromkeys(_XLA_THREADS, str(threads)))
+    if framework in _KERAS_BACKENDS:
+        made["KERAS_BACKEND"] = framework
     made.update((name, value) for name, value in env.items() if value is not None)
     return {name: value for name, value in made.items() if env.get(name, value) is not None}

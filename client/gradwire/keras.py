@@ -39,6 +39,17 @@ except ImportError:  # then a shape probe of the torch backend may be a real cal
         return False
 
 
+try:
+    from keras.src.backend import get_keras_mask, set_keras_mask
+except ImportError:  # an older one, with masks as attributes of tensors and nowhere else
+
+    def get_keras_mask(x: Any) -> Any:
+        return getattr(x, "_keras_mask", None)
+
+    def set_keras_mask(x: Any, mask: Any) -> None:
+        x._keras_mask = mask
+
+
 _BUFFERS = "worker."
 
 
@@ -49,7 +60,7 @@ class Layer(keras.layers.Layer):
     are the caller's from then on. What `Remote.requires_grad_` has frozen stays in the worker; ``layer.trainable = False``
     freezes the rest, as in any layer, and a Keras module in the worker with it: its BatchNorm is in inference mode then.
     What the regularizers of a Keras module and its ``add_loss`` collect in a call becomes losses of this layer, with their
-    gradients. Buffers (BatchNorm's statistics) stay in the worker and move once for each call in
+    gradients; masks that Keras has attached to inputs go to a Keras module, and those of its results come back. Buffers (BatchNorm's statistics) stay in the worker and move once for each call in
     training mode; weight files have them all the same, but ``get_weights`` and who goes back by it have not
     (``EarlyStopping(restore_best_weights=True)``). With ``buffers="explicit"`` they are non-trainable weights here, like
     those of other layers, and a call changes nothing in the worker.
@@ -158,6 +169,7 @@ class Layer(keras.layers.Layer):
         if keras.backend.backend() == "torch" and in_symbolic_scope():
             return self._probe(args, training, kwargs)
         functional, own, moving = self._at(training)
+        kwargs = {**kwargs, **_masks(args, kwargs)}
         # copies: what is assigned below must not change what a pullback will send (in torch it would)
         buffers = [{n: keras.ops.copy(v.value) for n, v in moving.items()}] if self._explicit else []
         site, leaves = functional.flatten({n: v.value for n, v in own.items()}, (*buffers, *args), kwargs)
@@ -169,10 +181,17 @@ class Layer(keras.layers.Layer):
                 for name, variable in moving.items():
                     self._check_kept(variable, moved[name])
                     variable.assign(moved[name])
-        result, losses = result
+        result, losses, masks = result
+        self.supports_masking = masks is not None
         for loss in losses:
             self.add_loss(loss)
+        for y, mask in zip(flatten(result, is_leaf)[1], masks or (), strict=False):
+            if mask is not None:
+                set_keras_mask(y, mask)
         return result
+
+    def compute_mask(self, *_: Any) -> None:
+        """None beside those that came with the results."""
 
     def _check_kept(self, variable: Any, moved: Any) -> None:
         kind = keras.backend.standardize_dtype(moved.dtype)
@@ -192,7 +211,9 @@ class Layer(keras.layers.Layer):
             Derived(functional.handle, site), [_static_aval(x) for x in operands]
         )
         result = fill(structure, [keras.KerasTensor(a.shape, a.dtype.name) for a in avals])
-        return result[0][0] if self._explicit else result[0]
+        result, _, masks = result[0] if self._explicit else result
+        self.supports_masking = masks is not None  # Keras warns of masks that come to a layer that does not
+        return result
 
     def _at(self, training: Any) -> tuple[Functional, dict[str, Any], dict[str, Any]]:
         if training is not None and not isinstance(training, (bool, int, np.bool_)):
@@ -271,6 +292,12 @@ class Layer(keras.layers.Layer):
             "file. Save the weights (model.save_weights, model.load_weights), and make the model again around "
             "gw.keras.Layer(remote)"
         )
+
+
+def _masks(args: Any, kwargs: Any) -> dict[str, list[Any]]:
+    """The masks that Keras has attached to these tensors, as a keyword of the call: one, or None, for each of them."""
+    masks = [get_keras_mask(x) for x in flatten([list(args), kwargs], is_leaf)[1]]
+    return {"_keras_masks": masks} if any(mask is not None for mask in masks) else {}
 
 
 class _Untracked:

@@ -430,11 +430,32 @@ def as_a_remote(worker: gw.Worker) -> None:
     np.testing.assert_array_equal(again(x), remote(x))
 
 
-def test_frozen_layers_losses_and_names_with_tensorflow(
+def masks_cross(worker: gw.Worker) -> None:
+    """A mask of the caller's reaches the module, one of the module's the layers and the loss behind it."""
+    import keras_models
+
+    x = np.where(X[:8, :, None] > 0.5, 0.0, X[:8, :, None] * [1, 2]).astype("float32")
+    for masking in (False, True):
+        local = keras_models.make_recurrent(masking)
+        layer = gw.keras.Layer(worker.module("keras_models:make_recurrent", masking))
+        layer.set_weights(local.get_weights())
+        losses = []
+        for part in (layer, local):
+            before = [] if masking else [keras.layers.Masking()]
+            model = keras.Sequential([keras.Input((6, 2)), *before, part])
+            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=masking)
+            losses.append([float(model.train_on_batch(x, np.ones((8, 6, 3)))) for _ in range(2)])
+            y = model(x)
+            assert (as_numpy(y._keras_mask) == (x != 0).any(-1)).all()
+        np.testing.assert_allclose(*losses, 1e-5)
+
+
+def test_r39_frozen_layers_losses_masks_and_names_with_tensorflow(
     worker_of: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE / "targets"))
     as_a_remote(worker_of("tensorflow"))
+    masks_cross(worker_of("tensorflow"))
     import keras_models
 
     local = keras_models.make_regularized()
@@ -534,6 +555,7 @@ def test_r39_keras_with_the_torch_backend_in_a_worker(
     assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
     monkeypatch.syspath_prepend(str(HERE / "targets"))
     as_a_remote(worker)
+    masks_cross(worker)
     worker.close()
 
     wrong = shared_bridge.worker("torch", env={"KERAS_BACKEND": "tensorflow"}, **options)
@@ -591,6 +613,7 @@ def test_r39_keras_with_the_jax_backend_in_a_worker(
     assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
     monkeypatch.syspath_prepend(str(HERE / "targets"))
     as_a_remote(worker)
+    masks_cross(worker)
     worker.close()
     wrong = shared_bridge.worker("jax", env={"KERAS_BACKEND": "tensorflow"}, **options)
     with pytest.raises(gw.UsageError, match="KERAS_BACKEND"):

@@ -54,6 +54,14 @@ def test_r05_other_variables_pass_and_the_user_overrides_them() -> None:
     assert environment(base)["LD_LIBRARY_PATH"] == "/bogus"
 
 
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax", "numpy"])
+def test_r39_keras_has_the_workers_own_backend(framework: str) -> None:
+    caller = {"KERAS_BACKEND": "of the caller"}
+    made = environment(caller, framework=framework)["KERAS_BACKEND"]
+    assert made == ("of the caller" if framework == "numpy" else framework)
+    assert environment(caller, {"KERAS_BACKEND": "mine"}, framework=framework)["KERAS_BACKEND"] == "mine"
+
+
 def test_r03_memory_is_left_for_others() -> None:
     made = environment({})
     assert made["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"

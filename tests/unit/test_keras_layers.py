@@ -96,9 +96,9 @@ def test_losses_come_with_the_result() -> None:
     assert (
         is_keras_layer(net) and regularized(net) == [net.layers[0].name] and regularized(sequential()) == []
     )
-    _, losses = called_in_layer([net], True, lambda: net(x))
+    _, losses, _ = called_in_layer([net], True, net, [x], {})
     np.testing.assert_array_equal(losses, net.losses)
-    assert len(losses) == 2 and len(called_in_layer([net], False, lambda: net(x))[1]) == 1
+    assert len(losses) == 2 and len(called_in_layer([net], False, net, [x], {})[1]) == 1
 
 
 class Penalised(layers.Layer):  # type: ignore[misc]

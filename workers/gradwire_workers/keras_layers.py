@@ -5,14 +5,29 @@ and what Keras does for a layer beside calling it.
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, Callable, Iterator, Sequence
 
-__all__ = ["called_in_layer", "frozen", "is_keras_layer", "keras_path", "regularized", "stable_paths"]
+import numpy as np
+
+from gradwire_wire.structures import flatten
+
+__all__ = [
+    "MASKS",
+    "called_in_layer",
+    "frozen",
+    "is_keras_layer",
+    "keras_path",
+    "regularized",
+    "stable_paths",
+]
 
 _KERAS = ("keras.", "tf_keras.", "tensorflow.python.keras.")
+MASKS = "_keras_masks"
+"""The keyword by which a layer of the caller's sends along the masks that Keras has attached to its inputs."""
 _GENERIC = {"Functional": ("functional", "model"), "Variable": ("variable",)}
 
 
@@ -101,14 +116,52 @@ def frozen(layers: Sequence[Any]) -> Iterator[None]:
             flag["_trainable"] = True
 
 
-def called_in_layer(layers: Sequence[Any], trainable: bool, call: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """The result of a call, and the losses that these layers, which it calls, have collected in it.
+def called_in_layer(
+    layers: Sequence[Any],
+    trainable: bool,
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> tuple[Any, list[Any], list[Any] | None]:
+    """The result of a call, the losses that these layers, which it calls, have collected in it, and its masks.
 
-    For a layer of the caller's, which is trainable or frozen, and adds these losses to its own.
+    For a layer of the caller's, which is trainable or frozen, adds these losses to its own, and is followed by layers
+    that look for masks. Of masks there is one, or None, for each tensor of the result; none at all where each were None; and
+    None where there are no layers of Keras's. Those of the arguments come under the keyword `MASKS`, in the same way.
     """
+    kwargs = dict(kwargs)
+    masks = kwargs.pop(MASKS, ())
+    if not layers:
+        return call(*args, **kwargs), [], None
     with frozen(() if trainable else layers):
-        result = call()
-        return result, [loss for layer in layers for loss in layer.losses]
+        for x, mask in zip(_tensors([list(args), kwargs]), masks):
+            _set_mask(x, mask)
+        result = call(*args, **kwargs)
+        found = [_mask_of(y) for y in _tensors(result)]
+        losses = [loss for layer in layers for loss in layer.losses]
+        return result, losses, found if any(mask is not None for mask in found) else []
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return flatten(tree, _is_tensor, "the result")[1]
+
+
+def _is_tensor(x: Any) -> bool:
+    return hasattr(type(x), "dtype") and hasattr(type(x), "shape") and not isinstance(x, np.generic)
+
+
+def _mask_of(x: Any) -> Any:
+    get = getattr(sys.modules.get("keras.src.backend"), "get_keras_mask", None)
+    return getattr(x, "_keras_mask", None) if get is None else get(x)
+
+
+def _set_mask(x: Any, mask: Any) -> None:
+    """As Keras does it: JAX's arrays take no attributes, and there it keeps a table."""
+    set_mask = getattr(sys.modules.get("keras.src.backend"), "set_keras_mask", None)
+    if mask is not None and set_mask is not None:
+        set_mask(x, mask)
+    elif mask is not None:
+        x._keras_mask = mask
 
 
 def regularized(layer: Any) -> list[str]:

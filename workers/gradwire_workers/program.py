@@ -227,8 +227,8 @@ class Program(ABC):
         With ``buffers`` they come and go instead: ``(parameters, buffers, *args, **kwargs) -> (result, buffers)``.
         Mode and generation are the module's; the verbs about state act on the module. With ``training`` its calls have
         that mode instead, and the module has its own again after each of them.
-        With ``trainable`` the caller is a Keras layer, and this is its flag: the result is ``(result, losses)`` with the list
-        of losses that Keras has collected in the call, and with False a Keras module is called as a frozen one.
+        With ``trainable`` the caller is a Keras layer, and this is its flag: the result is ``(result, losses, masks)`` as
+        `gradwire_workers.keras_layers.called_in_layer` gives them, and with False a Keras module is called as a frozen one.
         """
 
 

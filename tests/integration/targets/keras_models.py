@@ -36,6 +36,16 @@ def make_regularized(seed=0):
     )
 
 
+def make_recurrent(masking):
+    """(batch, 6, 2) to (batch, 6, 3): steps that are masked, here or by the caller, do nothing."""
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.SimpleRNN(3, return_sequences=True)
+    if masking:
+        return keras.Sequential([keras.Input((6, 2)), keras.layers.Masking(), layer])
+    layer.build((None, 6, 2))
+    return layer
+
+
 class WithLosses(keras.Model):
     """Whose result has the losses of what is inside: (y, their sum)."""
 

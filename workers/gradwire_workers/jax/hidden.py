@@ -62,7 +62,7 @@ def with_buffers(
 
 
 class InLayer:
-    """A form whose result is ``(result, losses)``: see `gradwire_workers.program.Program.functional`."""
+    """A form whose result is ``(result, losses, masks)``: see `gradwire_workers.program.Program.functional`."""
 
     def __init__(self, form: Form, trainable: bool) -> None:
         self._form, self._trainable = form, trainable
@@ -74,7 +74,7 @@ class InLayer:
 
 
 class _Collecting(Model):
-    """A model that gives the losses it has collected along with its result: those of Keras do."""
+    """A model that gives losses and masks along with its result: those of Keras have some."""
 
     def __init__(self, model: Model, trainable: bool) -> None:
         self._model, self._trainable = model, trainable

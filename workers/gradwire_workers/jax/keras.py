@@ -70,10 +70,10 @@ class KerasModel(Model):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
-        """`apply` with ``(result, losses)`` as the result."""
+        """`apply` with ``(result, losses, masks)`` as the result."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return called_in_layer([self._layer], trainable, lambda: self._layer(*args, **kwargs))
+            return called_in_layer([self._layer], trainable, self._layer, args, kwargs)
 
         return self._applied(call, training, arrays, key, args, kwargs)
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Union
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import is_keras_layer
+from gradwire_workers.keras_layers import MASKS, is_keras_layer
 
 __all__ = ["RETURN", "Model", "is_of", "model_of"]
 
@@ -49,10 +49,19 @@ class Model(ABC):
         key: a typed PRNG key, all randomness of the call comes from it.
         """
 
-    def apply_in_layer(self, trainable: bool, *call: Any) -> tuple[Any, dict[str, Any]]:
-        """`apply` with ``(result, losses)`` as the result: see `gradwire_workers.program.Program.functional`."""
-        result, moved = self.apply(*call)
-        return (result, []), moved
+    def apply_in_layer(
+        self,
+        trainable: bool,
+        training: bool | None,
+        arrays: dict[str, Any],
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """`apply` with ``(result, losses, masks)`` as the result: see `gradwire_workers.program.Program.functional`."""
+        own = {name: x for name, x in kwargs.items() if name != MASKS}
+        result, moved = self.apply(training, arrays, key, args, own)
+        return (result, [], None), moved
 
     def regularizers(self) -> list[str]:
         """See `gradwire_workers.program.Program.regularizers`."""

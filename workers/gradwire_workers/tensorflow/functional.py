@@ -28,10 +28,10 @@ class WithParameters:
             return result
 
     def _called(self, call: Any, args: Any, kwargs: Any) -> Any:
-        """With the losses where a layer of the caller's asks: see `gradwire_workers.program.Program.functional`."""
+        """With losses and masks where a layer of the caller's asks: see `gradwire_workers.program.Program.functional`."""
         if self._trainable is None:
             return call(*args, **kwargs)
-        return called_in_layer(self._module.layers(), self._trainable, lambda: call(*args, **kwargs))
+        return called_in_layer(self._module.layers(), self._trainable, call, args, kwargs)
 
 
 class WithBuffers(WithParameters):

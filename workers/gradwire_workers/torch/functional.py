@@ -19,6 +19,7 @@ import torch
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill_call, leaf_count
+from gradwire_workers.keras_layers import called_in_layer
 from gradwire_workers.program import Result, WorkerSite
 from gradwire_workers.torch import state
 from gradwire_workers.torch.kept import Kept, own_leaves
@@ -191,9 +192,9 @@ class _WithBuffers(_WithParameters):
 
 
 def _in_layer(module: Any, trainable: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """``(result, losses)``: torch's own modules collect none, and know no layer that is frozen."""
+    """``(result, losses, masks)``: torch's own modules have none of these, and know no layer that is frozen."""
     if not state.is_of_keras(module):
-        return module(*args, **kwargs), []
+        return called_in_layer((), trainable, module, args, kwargs)
     return module.in_layer(trainable, *args, **kwargs)
 
 

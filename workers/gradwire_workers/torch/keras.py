@@ -54,11 +54,11 @@ class KerasModule(torch.nn.Module):
         return self._applied(self._layer[0], args, kwargs)
 
     def in_layer(self, trainable: bool, /, *args: Any, **kwargs: Any) -> Any:
-        """A call with ``(result, losses)`` as the result."""
+        """A call with ``(result, losses, masks)`` as the result."""
         (layer,) = self._layer
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return called_in_layer([layer], trainable, lambda: layer(*args, **kwargs))
+            return called_in_layer([layer], trainable, layer, args, kwargs)
 
         return self._applied(call, args, kwargs)
 
