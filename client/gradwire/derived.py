@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,19 +16,7 @@ from gradwire_wire.words import Word, result_avals
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["Derived", "anchored", "moved"]
-
-
-@lru_cache(maxsize=4096)
-def anchored(site: Site) -> Site:
-    """The same call with the anchor in front of its operands."""
-    return replace(site, anchored=True)
-
-
-@lru_cache(maxsize=4096)
-def _quiet(site: Site) -> Site:
-    """The same call with a pullback that leaves the module's own gradients alone."""
-    return replace(site, accumulate=False)
+__all__ = ["Derived", "moved"]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +70,7 @@ class Derived:
         if afresh and self.word:
             self._check_repetition()
         outcome = self.handle.invoke(
-            self.site if self.accumulate or not self.word else _quiet(self.site),
+            self.site if self.accumulate or not self.word else self.site.quiet,
             self.word,
             carriers,
             keep=self.keep,

@@ -158,6 +158,8 @@ def barrier() -> None:
     """Wait until what compiled programs have dispatched has reached its worker, in every family in use."""
     for name in FAMILIES:
         face = sys.modules.get(f"gradwire.{name}")
-        wait = getattr(face, "barrier", None)
+        wait = (
+            None if face is None else vars(face).get("barrier")
+        )  # asked for, it would be looked for everywhere
         if wait is not None:
             wait()

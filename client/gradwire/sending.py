@@ -107,7 +107,7 @@ class Sender:
         except MemoryExhaustedError:
             return False
         try:
-            line.send_nowait([frame])
+            line.tell_nowait([frame])
         except sockets.Unreachable:
             self._lines.drop(line)
             return False

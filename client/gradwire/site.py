@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from gradwire_wire import messages
@@ -44,6 +45,16 @@ class Site:
     retry: bool = False
     number: int = field(default_factory=itertools.count(1).__next__, init=False, repr=False, compare=False)
 
+    @cached_property
+    def with_anchor(self) -> Site:
+        """The same call with the anchor in front of its operands: one object for all sites that are equal."""
+        return _anchored(self)
+
+    @cached_property
+    def quiet(self) -> Site:
+        """The same call with a pullback that leaves the module's own gradients alone; also one object."""
+        return _quiet(self)
+
     @property
     def hidden(self) -> list[str]:
         """For messages: the operands before the target's own."""
@@ -60,6 +71,16 @@ class Site:
         return (
             flags if self.compile is None else flags | (messages.TRACED if self.compile else messages.EAGER)
         )
+
+
+@lru_cache(maxsize=4096)
+def _anchored(site: Site) -> Site:
+    return replace(site, anchored=True)
+
+
+@lru_cache(maxsize=4096)
+def _quiet(site: Site) -> Site:
+    return replace(site, accumulate=False)
 
 
 class SpecResult(NamedTuple):

@@ -72,6 +72,11 @@ def look(end: ClientPage | WorkerPage, received: object) -> bytes:
     return bytes(end.incoming[:received])
 
 
+def read(end: ClientPage | WorkerPage, received: object) -> bytes:
+    """A message, or a short frame."""
+    return received[0] if isinstance(received, list) else look(end, received)
+
+
 @pytest.mark.parametrize("way", ["shown", "packets", "both"])
 @pytest.mark.parametrize("nbytes", [2, 64, 5000, page.PACKET, page.PACKET + 1, HALF])
 def test_there_and_back(nbytes: int, way: str, ends: tuple[ClientPage, WorkerPage]) -> None:
@@ -99,6 +104,39 @@ def test_a_packet_is_answered_by_the_page_where_the_answer_is_long(
         assert look(client, client.receive()) == b"\2" * (page.PACKET + 1)
 
 
+@pytest.mark.parametrize("answer", [b"\x92answer", b"\x92" * (MAX_PACKET + 1), b"\2short"])
+def test_messages_to_one_that_looks_take_no_socket(
+    answer: bytes, ends: tuple[ClientPage, WorkerPage]
+) -> None:
+    client, worker = ends
+    for i in range(3):
+        assert not worker._look(page.ROUND)
+        client.send_nowait([b"\x91call %d" % i])
+        assert worker._look(page.ROUND) and worker.next() == [b"\x91call %d" % i]
+        assert not client._look(page.ROUND)
+        if answer[0] < 0x80:
+            show(worker, answer)
+        else:
+            worker.send_nowait([answer])
+        client._socket.send(
+            BLOCKED
+        )  # whatever came by the socket would come after this, or before it the other way
+        worker._socket.send(BLOCKED)
+        received = client.receive()
+        assert received == [answer] if answer[0] >= 0x80 else look(client, received) == answer
+        assert client._socket.recv(100) == worker._socket.recv(100) == BLOCKED
+
+
+def test_an_answer_by_the_page_waits_for_those_before_it(ends: tuple[ClientPage, WorkerPage]) -> None:
+    client, worker = ends
+    client.send_nowait([b"\x91call"])
+    assert worker.receive_nowait() == [b"\x91call"]
+    worker.keep(b"\x92first")
+    assert not client._look(page.ROUND)
+    worker.send_nowait([b"\x92second"])
+    assert list(worker.backlog) == [b"\x92first", b"\x92second"]
+
+
 def test_messages_go_by_the_socket_between_short_frames(ends: tuple[ClientPage, WorkerPage]) -> None:
     client, worker = ends
     for _ in range(3):
@@ -115,7 +153,7 @@ def test_messages_go_by_the_socket_between_short_frames(ends: tuple[ClientPage, 
 def test_a_call_shown_behind_what_has_no_answer_is_not_lost(ends: tuple[ClientPage, WorkerPage]) -> None:
     client, worker = ends
     for _ in range(3):
-        client.send_nowait([b"\x91told"])
+        client.tell_nowait([b"\x91told"])
         show(client, b"\1call")  # before the worker has read anything
         assert polled(worker) == [b"\x91told"]
         assert look(worker, polled(worker)) == b"\1call"
@@ -171,7 +209,7 @@ def test_a_call_that_finds_the_socket_full_may_go_another_way(ends: tuple[Client
     client, worker = ends
     with pytest.raises(TooLong):
         for _ in range(MANY):
-            client.send_nowait([TOLD])
+            client.tell_nowait([TOLD])
     while worker.receive_nowait() == [TOLD]:
         pass
     show(client, b"\1call")
@@ -352,7 +390,7 @@ def test_both_ends_gone_nothing_is_left(footprint: Callable[[], tuple[int, int]]
 # ---- The model: any interleaving of what two ends do, one step at a time --------------------------------------------------
 
 
-TOLD = b"\x90told"
+TOLD, BLOCKED = b"\x90told", b"\x90block"
 
 
 class Model(RuleBasedStateMachine):
@@ -379,19 +417,22 @@ class Model(RuleBasedStateMachine):
         except BlockingIOError:
             return False
 
-    @rule(is_shown=st.booleans())
+    @rule(is_shown=st.booleans(), is_message=st.booleans())
     @precondition(lambda self: not self.is_called)
-    def call(self, is_shown: bool) -> None:
+    def call(self, is_shown: bool, is_message: bool) -> None:
         self.number += 1
         self.client._spin = Spin(page.ROUND, 1.0)
         self.client._spin.took(0.0 if is_shown else 2.0, False)
         self.is_called = True
-        show(self.client, b"\1%d" % self.number)
+        if is_message:
+            self.client.send_nowait([b"\x91%d" % self.number])
+        else:
+            show(self.client, b"\1%d" % self.number)
 
     @rule()
     @precondition(lambda self: not self.is_called)
     def tell(self) -> None:
-        self.client.send_nowait([TOLD])
+        self.client.tell_nowait([TOLD])
 
     @rule()
     @precondition(lambda self: self.worker_sleeps)
@@ -416,7 +457,7 @@ class Model(RuleBasedStateMachine):
     def serve(self, received: object) -> None:
         if received is not None and received != [TOLD]:
             assert self.is_called and not self.is_taken, "served what nobody asked for"
-            assert look(self.worker, received) == b"\1%d" % self.number
+            assert read(self.worker, received)[1:] == b"%d" % self.number
             self.is_taken = True
 
     @rule(by_socket=st.booleans())
@@ -427,6 +468,11 @@ class Model(RuleBasedStateMachine):
         else:
             show(self.worker, b"\2%d" % self.number)
         self.is_answered = True
+
+    @rule()
+    @precondition(lambda self: self.is_called)
+    def client_stays_awake(self) -> None:
+        self.client._look(page.ROUND)
 
     @rule(looks=st.sampled_from([0, page.ROUND]), waits=st.booleans())
     @precondition(lambda self: self.is_called)
@@ -440,8 +486,7 @@ class Model(RuleBasedStateMachine):
             assert not self.is_answered, "an answer was overlooked"
             return
         assert self.is_answered
-        text = received[0] if isinstance(received, list) else look(self.client, received)
-        assert text[1:] == b"%d" % self.number
+        assert read(self.client, received)[1:] == b"%d" % self.number
         self.is_called = self.is_taken = self.is_answered = False
 
     @invariant()

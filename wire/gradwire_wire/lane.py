@@ -104,6 +104,10 @@ class Lane:
         (frame,) = frames
         self._send(frame)
 
+    def tell_nowait(self, frames: Sequence[bytes]) -> None:
+        """`send_nowait` for a message that has no answer: the next call may follow at once."""
+        self.send_nowait(frames)
+
     def _send(self, frame: Any) -> None:
         if not self.send_if_room(frame):  # it lives, as far as one can tell: it may be reached another way
             raise TooLong("the peer has not read what was sent before")

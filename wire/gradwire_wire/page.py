@@ -10,7 +10,8 @@ Theory of operation. A page is made by the client and passed with the lane's soc
 
 A sender writes the frame, then its word, and rings (a packet of one zero byte by the socket) unless the receiver is
 awake. A receiver that is awake looks at the word again and again; before it sleeps in a poll or receive, it is
-not awake any more and looks once more. All other frames, and the end of the peer, come by the socket as on any lane; whoever
+not awake any more and looks once more. Messages of a client that looks for their answers, and answers to a client that looks, go by the
+page as well. All other frames, and the end of the peer, come by the socket as on any lane; whoever
 sends a packet says so in its word before (bytes 0), for a peer that looks nowhere else. So the words count all calls.
 
 Whether to look is the client's decision (spin.py). A worker looks for the next call of a client that looks, if it
@@ -157,6 +158,11 @@ class PageLane(Lane):
             raise Unreachable("the peer shows a frame longer than its half of the page")
         return word >> COUNT_BITS, word & COUNT
 
+    def _shown(self, nbytes: int) -> list[bytes] | int:
+        """The frame of so many bytes that the peer shows: a message, or a short one's length."""
+        incoming = self.incoming
+        return [bytes(incoming[:nbytes])] if incoming[0] >= LONG else nbytes
+
     def _packet_or_bell(self, flags: int) -> list[bytes] | int | None:
         """The next frame by the socket; the length of a short one, which is put where it belongs; None for the bell.
 
@@ -194,15 +200,22 @@ class ClientPage(PageLane):
             self._send(self.outgoing[:nbytes])
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
-        """Send a message by the socket, or by the page if it is too long for a packet. See `Lane.send_nowait`."""
+        """Send a message by the page, or by the socket if its answer is not looked for. See `Lane.send_nowait`."""
         (frame,) = frames
-        if len(frame) > MAX_PACKET:
+        self._begin()
+        if self._looks or len(frame) > MAX_PACKET:
             self.outgoing[: len(frame)] = frame
-            self.send_short_nowait(len(frame))
-            return
+            self._show(len(frame))
+        else:
+            self._announce()
+            self._send(frame)
+
+    def tell_nowait(self, frames: Sequence[bytes]) -> None:
+        """By the socket: the next call may be shown before the worker has read this. See `Lane.tell_nowait`."""
+        (frame,) = frames
         self._begin()
         self._announce()
-        super().send_nowait(frames)
+        self._send(frame)
 
     def _announce(self) -> None:
         """For a worker that looks at the page: a packet comes."""
@@ -258,7 +271,7 @@ class ClientPage(PageLane):
         number, nbytes = self._take()
         if number != self._number:
             raise Unreachable("the worker's page answers another call")
-        return nbytes or self._sleep()  # nothing here: it is in the socket
+        return self._shown(nbytes) if nbytes else self._sleep()  # nothing here: it is in the socket
 
     def receive_nowait(self) -> list[bytes] | int | None:
         """See `Lane.receive_nowait`."""
@@ -276,7 +289,7 @@ class ClientPage(PageLane):
         number, nbytes = self._take()
         if number != self._number:
             raise Unreachable("the worker's page answers another call")
-        return nbytes or None
+        return self._shown(nbytes) if nbytes else None
 
 
 class WorkerPage(KeepingLane, PageLane):
@@ -301,9 +314,14 @@ class WorkerPage(KeepingLane, PageLane):
         self._sent_at = perf_counter()
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
-        """Send an answer by the socket, and say so to a client that looks at the page. See `Lane.send_nowait`."""
-        self._words[ANSWER] = self._number << COUNT_BITS
-        super().send_nowait(frames)
+        """Send an answer: by the page to a client that looks there, else by the socket. See `Lane.send_nowait`."""
+        (frame,) = frames
+        if self._words[CLIENT_AWAKE] and len(frame) <= HALF and not self.backlog:
+            self.outgoing[: len(frame)] = frame
+            self._show(len(frame))
+        else:
+            self._words[ANSWER] = self._number << COUNT_BITS
+            self._send(frame)
         self._sent_at = perf_counter()
 
     def is_next_here(self) -> bool:
@@ -318,7 +336,7 @@ class WorkerPage(KeepingLane, PageLane):
         if not nbytes:
             return self._announced()
         self.was_packet = False
-        return [bytes(self.incoming[:nbytes])] if self.incoming[0] >= LONG else nbytes
+        return self._shown(nbytes)
 
     def _announced(self) -> list[bytes] | int | None:
         """The packet that the word has announced. None where it does not come at once: then the poller will see it."""

@@ -345,6 +345,10 @@ class Dealer(_Line):
         """Send without ever blocking; Unreachable where the queue is full."""
         send_nowait(self._socket, frames)
 
+    def tell_nowait(self, frames: Sequence[Any]) -> None:
+        """See `gradwire_wire.lane.Lane.tell_nowait`."""
+        send_nowait(self._socket, frames)
+
     def send_short_nowait(self, nbytes: int) -> None:
         """Send the short frame that lies in ``outgoing``; otherwise as `send_nowait`."""
         send_nowait(self._socket, (self.outgoing[:nbytes],))

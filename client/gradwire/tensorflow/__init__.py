@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from gradwire.derived import Derived, anchored
+from gradwire.derived import Derived
 from gradwire.site import Site
 from gradwire.tensorflow.nodes import apply
 from gradwire.tensorflow.tapes import may_record
@@ -37,7 +37,7 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """
     tensors = [_tensor(x) for x in operands]
     if site.accumulate and (may_record() or not tf.executing_eagerly()):
-        site, tensors = anchored(site), [tf.convert_to_tensor(_anchor()), *tensors]
+        site, tensors = site.with_anchor, [tf.convert_to_tensor(_anchor()), *tensors]
     fn = Derived(handle, site)
     results = apply(fn, tensors)
     tree = fill(fn.structure, results)

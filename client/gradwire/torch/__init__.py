@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradwire.derived import Derived, anchored
+from gradwire.derived import Derived
 from gradwire.site import Site
 from gradwire.torch.compiled import traced
 from gradwire.torch.nodes import apply, records_nothing
@@ -58,7 +58,7 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
         )
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
     if site.accumulate and torch.is_grad_enabled():
-        site, tensors = anchored(site), [_anchor(), *tensors]
+        site, tensors = site.with_anchor, [_anchor(), *tensors]
     try:
         if records_nothing(site.accumulate, tensors):
             return handle.invoke(site, (), [export(x) for x in tensors]).tree(adopt)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from gradwire.derived import anchored
 from gradwire.torch import operator
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, leaf_count
@@ -95,7 +94,7 @@ def _described(
     args, kwargs = _filled(template, _Placeholders())
     handle, site = remote.described(args, kwargs)
     if site.accumulate and with_gradient:
-        site = anchored(site)
+        site = site.with_anchor
     operator.operator(site.stateful)
     return operator.name(handle, site), site.stateful, site.anchored
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradwire.derived import Derived
 from gradwire.torch.tokens import named_by, token_tensor
 from gradwire_wire.carriers import Carrier
+from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.tensors.torch import adopt, aval, export, torch_dtype
 
 __all__ = ["evaluate", "zeros_like_result"]
+
+
+_ANCHOR = Carrier(np.zeros((), np.float32), BY_NAME["float32"])
+"""What every anchor is."""
 
 
 def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -22,8 +28,12 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
     this process and writable. Raises what `Handle.invoke` raises.
     """
     name = named_by(token)
-    afresh = type(name) is int and name == 0
-    outcome = fn.invoke([export(x) for x in operands] if afresh else _Exported(operands), name)
+    if type(name) is not int or name:
+        outcome = fn.invoke(_Exported(operands), name)
+    elif fn.site.anchored:
+        outcome = fn.invoke([_ANCHOR, *map(export, operands[1:])], name)
+    else:
+        outcome = fn.invoke(list(map(export, operands)), name)
     results = outcome.adopted(adopt)
     if not fn.keep:
         return results, None

@@ -39,6 +39,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
     Raises UnsupportedTensorError for a value that cannot cross, naming its type and what to do, and
     UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
     """
+    if tree is None:
+        return _NOTHING, []
     if type(tree) not in _NATIVE and is_leaf(tree):
         return LONE_LEAF, [tree]
     leaves: list[Any] = []
@@ -73,6 +75,7 @@ def _packed(tree: Any, is_leaf: Callable[[Any], bool], leaves: list[Any]) -> byt
     return structure
 
 
+_NOTHING: bytes = msgpack.packb(None)
 _SMALL_BUFFER: dict[str, Any] = {"buf_size": 1024} if msgpack.version >= (1, 1) else {}
 """A packer's own default is a buffer of 256 KiB, which the system would give and take each time."""
 

@@ -82,7 +82,7 @@ def export(x: Any) -> Carrier:
     if kind is None:
         raise _refusal(x)
     try:
-        return _shown(x.detach(), kind)
+        return _shown(x.detach() if x.requires_grad else x, kind)
     except (RuntimeError, TypeError, ValueError) as error:
         cause = error
     if _what(x) is not None:

@@ -12,8 +12,10 @@ from gradwire_wire.errors import ResidualLostError, UsageError
 from gradwire_workers.program import Residual
 from gradwire_workers.torch.tape import filled, is_inexact, leaves_of, pull, push
 
-__all__ = ["Kept", "KeptRows", "is_of_earlier_calls", "nodes_made", "own_leaves", "saved_nbytes"]
+__all__ = ["ZERO", "Kept", "KeptRows", "is_of_earlier_calls", "nodes_made", "own_leaves", "saved_nbytes"]
 
+ZERO = torch.zeros(())
+"""The anchor's gradient, on its way out."""
 nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 """How many nodes of graphs were made so far: the number of the next one."""
 
@@ -105,7 +107,7 @@ class Kept(Residual):
 
     def _anchored_zero(self, op: tuple[Any, ...], results: list[Any]) -> list[Any]:
         if self._anchored and op[0] == "T" and 0 in op[1]:
-            results[op[1].index(0)] = torch.zeros_like(self._leaves[0], requires_grad=False)
+            results[op[1].index(0)] = ZERO
         return results
 
 

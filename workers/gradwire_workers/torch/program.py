@@ -16,7 +16,7 @@ from gradwire_wire.tensors.torch import adopt, is_tensor
 from gradwire_workers.flat import Flat
 from gradwire_workers.program import Program, Result, Runner, WorkerSite
 from gradwire_workers.torch import hooks, shapes, state
-from gradwire_workers.torch.kept import Kept, KeptRows, is_of_earlier_calls, nodes_made, saved_nbytes
+from gradwire_workers.torch.kept import ZERO, Kept, KeptRows, is_of_earlier_calls, nodes_made, saved_nbytes
 from gradwire_workers.torch.optimizers import TorchOptimizer
 from gradwire_workers.torch.tape import evaluate, leaves_of, row_operands
 
@@ -325,7 +325,7 @@ class TorchProgram(Program):
 def _result(site: WorkerSite, word: tuple[Any, ...], results: Sequence[Any], structure: bytes) -> Result:
     tensors = [None if y is None else y.detach() for y in results]
     if site.anchored and word and word[-1][0] == "T" and 0 in word[-1][1]:
-        tensors[word[-1][1].index(0)] = torch.zeros(())
+        tensors[word[-1][1].index(0)] = ZERO
     return Result(tensors, b"" if word else structure)
 
 
