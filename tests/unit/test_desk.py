@@ -469,7 +469,7 @@ def test_a_planned_call_and_its_answer_byte_by_byte(client: Client) -> None:
     "change",
     [
         {"plan": plans.MAX_PLANS},
-        {"room": 65537},
+        {"room": sockets.ROOM + 1},
         {"room": 60},
         {"token": [[1, 0]]},
         {"flags": messages.SEEDED},
