@@ -24,6 +24,7 @@ class Site:
     training: the module's mode as the caller knows it, checked by the worker; None for functions.
     accumulate: pullbacks add to the module's own, worker-owned gradients.
     anchored: operand 0 is the anchor, a float32 scalar that the target never sees; its gradient is 0.
+    alone: of the operands only the anchor is differentiated, now and later.
     seeded: the operand before the first of the target's own (after the anchor) is the seed.
     stateful: must happen exactly as often and in the order written.
     retry: may be repeated once in a new process where the worker died; the user calls it idempotent.
@@ -43,12 +44,18 @@ class Site:
     vmap: str = "batch"
     out_spec: SpecResult | None = None
     retry: bool = False
+    alone: bool = False
     number: int = field(default_factory=itertools.count(1).__next__, init=False, repr=False, compare=False)
 
     @cached_property
     def with_anchor(self) -> Site:
         """The same call with the anchor in front of its operands: one object for all sites that are equal."""
         return _anchored(self)
+
+    @cached_property
+    def with_anchor_alone(self) -> Site:
+        """The same where no other operand is differentiated."""
+        return _alone(self.with_anchor)
 
     @cached_property
     def quiet(self) -> Site:
@@ -67,6 +74,7 @@ class Site:
             messages.ACCUMULATE * self.accumulate
             | messages.ANCHORED * self.anchored
             | messages.SEEDED * self.seeded
+            | messages.ALONE * self.alone
         )
         return (
             flags if self.compile is None else flags | (messages.TRACED if self.compile else messages.EAGER)
@@ -76,6 +84,11 @@ class Site:
 @lru_cache(maxsize=4096)
 def _anchored(site: Site) -> Site:
     return replace(site, anchored=True)
+
+
+@lru_cache(maxsize=4096)
+def _alone(site: Site) -> Site:
+    return replace(site, alone=True)
 
 
 @lru_cache(maxsize=4096)

@@ -64,6 +64,8 @@ class TorchHandle:
         token_ops: int = 0,
         absent: Sequence[int] = (),
     ) -> Outcome:
+        if site.alone:
+            self.counts["alone"] += 1
         copies = [c._replace(array=np.array(c.array)) for c in carriers]
 
         def work() -> Outcome:

@@ -556,6 +556,31 @@ def test_no_grad_leaves_the_anchor_away(remote: Callable[..., Remote]) -> None:
     assert r.counts == {"message": 1, "plain": 1}
 
 
+def _in_dual_level(r: Function, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return r(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize(
+    ("call", "is_alone"),
+    [
+        (lambda r, x: r(x), True),
+        (lambda r, x: r(x.numpy()), True),
+        (lambda r, x: r(x.requires_grad_()), False),
+        (lambda r, x: r(x.requires_grad_() * 2), False),
+        (_in_dual_level, False),
+        (lambda r, x: grad(lambda x: r(x).sum())(x), False),
+        (lambda r, x: vmap(r)(x), False),
+    ],
+)
+def test_a_call_says_that_nothing_but_the_anchor_is_differentiated(
+    call: Function, is_alone: bool, remote: Callable[..., Remote]
+) -> None:
+    r = remote(module(), accumulate=True)
+    call(r, double(5, 4))
+    assert ("alone" in r.counts) is is_alone and "message" in r.counts
+
+
 # ---- Dispatch modes -----------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import collections
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -406,6 +407,40 @@ def test_the_anchor_is_ignored_and_gets_zero() -> None:
     assert grads[0].shape == () and grads[0] == 0
     assert all(p.grad is not None for p in net.parameters()), "R44"
     assert p.run(at, (("T", (0, 1), 1),), [anchor, x, torch.ones(5, 3)]).tensors[0] == 0
+
+
+class _Scaling(nn.Linear):
+    """Writes to what it is given, and notes whether it is differentiated."""
+
+    is_differentiated = True
+
+    def forward(self, x: Any) -> Any:
+        self.is_differentiated = x.requires_grad
+        return super().forward(x.mul_(2)).sin()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_anchor_alone_leaves_the_operands_as_they_are(alone: bool) -> None:
+    net, local = _Scaling(4, 3), _Scaling(4, 3)
+    local.load_state_dict(net.state_dict())
+    x, ct, anchor = torch.randn(5, 4), torch.randn(5, 3), torch.zeros(())
+    at = site(1, anchored=True, accumulate=True, alone=alone)
+    result, residual = program(net).keep(at, (), [anchor, x.clone()])
+    assert net.is_differentiated is not alone
+    y = local(x.clone())
+    assert_same_bits(result.tensors[0], y)
+    pull = ("T", (0,), 1)
+    for keep in (False, True):
+        assert residual.derive(pull, [ct], keep=keep, accumulate=True)[0][0] == 0
+    y.backward(ct, retain_graph=True)
+    y.backward(ct)
+    for p, q in zip(net.parameters(), local.parameters(), strict=True):
+        assert_same_bits(p.grad, q.grad)
+    _, second = residual.derive(pull, [ct], keep=True, accumulate=True)
+    cases = [(residual, ("T", (0, 1), 1), ct), (residual, ("J", (1,)), x), (second, ("T", (1,), 1), anchor)]
+    for kept_one, op, linear in cases:
+        with pytest.raises(ResidualLostError, match=r"requires_grad_\(\)") if alone else nullcontext():
+            kept_one.derive(op, [linear], keep=False, accumulate=False)
 
 
 def test_R37_third_order_of_a_cube() -> None:

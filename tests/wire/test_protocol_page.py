@@ -222,7 +222,8 @@ def test_the_page() -> None:
 def test_flags() -> None:
     calls, tensors = (rows(part, "flag") for part in (PAGE, PAGE[PAGE.index("## 8.") :]))
     assert {name: int(value) for name, value, _ in calls} == {
-        name: getattr(messages, name) for name in ("ACCUMULATE", "ANCHORED", "EAGER", "TRACED", "SEEDED")
+        name: getattr(messages, name)
+        for name in ("ACCUMULATE", "ANCHORED", "EAGER", "TRACED", "SEEDED", "ALONE")
     }
     assert {name: int(value) for name, value, _ in tensors} == {
         name: getattr(headers, name) for name in ("READ_ONLY", "IS_COPIED")

@@ -46,7 +46,7 @@ MAX_MESSAGE = 64 << 20
 MAX_FRAME = 1 << 30
 """Bytes of one frame of any kind: a tensor that cannot be shared is a frame."""
 KEEP_NOTHING, KEEP, KEEP_ROWS = 0, 1, 2
-ACCUMULATE, ANCHORED, EAGER, TRACED, SEEDED = 1, 2, 4, 8, 16
+ACCUMULATE, ANCHORED, EAGER, TRACED, SEEDED, ALONE = 1, 2, 4, 8, 16, 32
 """Flags of a call: pullbacks add to the module's own gradients; operand 0 is the anchor; compile=False; compile=True;
 the operand before the target's own is the seed."""
 

@@ -91,6 +91,7 @@ def _site(structure: bytes, training: bool | None, flags: int, seed: int | None)
         bool(flags & messages.ANCHORED),
         seed,
         compile_,
+        bool(flags & messages.ALONE),
     )
 
 

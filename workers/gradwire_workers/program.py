@@ -8,7 +8,7 @@ have; what stands here is the answer of one that has not. The desk knows nothing
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Protocol, Sequence, Tuple
 
 import numpy as np
@@ -26,7 +26,8 @@ class WorkerSite:
 
     structure: the argument tree. ``training``: the module's mode, already checked.
     accumulate: pullbacks add to the module's own gradients. ``anchored``: operand 0 is the anchor,
-    a float32 scalar that the target never sees. ``compile``: None is "auto".
+    a float32 scalar that the target never sees. ``compile``: None is "auto". ``alone``: no other operand of a kept call
+    is differentiated; what is compiled is the same.
     """
 
     structure: bytes
@@ -35,6 +36,7 @@ class WorkerSite:
     anchored: bool = False
     seed: int | None = None
     compile: bool | None = None
+    alone: bool = field(default=False, compare=False)
 
 
 class Result(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from gradwire.derived import Derived
 from gradwire.site import Site
 from gradwire.torch.compiled import traced
-from gradwire.torch.nodes import apply, records_nothing
+from gradwire.torch.nodes import apply, are_constants, records_nothing
 from gradwire_wire.errors import RemoteError, UsageError
 from gradwire_wire.structures import fill
 from gradwire_wire.tensors import numpy as numpy_tensors
@@ -58,7 +58,8 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
         )
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
     if site.accumulate and torch.is_grad_enabled():
-        site, tensors = site.with_anchor, [_anchor(), *tensors]
+        site = site.with_anchor_alone if are_constants(tensors) else site.with_anchor
+        tensors = [_anchor(), *tensors]
     try:
         if records_nothing(site.accumulate, tensors):
             return handle.invoke(site, (), [export(x) for x in tensors]).tree(adopt)

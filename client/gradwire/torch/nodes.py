@@ -31,7 +31,7 @@ from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import aval, torch_dtype
 
-__all__ = ["apply", "records_nothing"]
+__all__ = ["apply", "are_constants", "records_nothing"]
 
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _functorch_levels = torch._C._functorch.get_interpreter_stack
@@ -66,6 +66,13 @@ def records_nothing(accumulates: bool, operands: Sequence[torch.Tensor]) -> bool
         return False
     is_graph_recorded = torch.is_grad_enabled() and (accumulates or any(x.requires_grad for x in operands))
     return not is_graph_recorded and not torch._C._is_tracing()
+
+
+def are_constants(operands: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody will ask for a derivative by these: in a local graph they would have no place."""
+    if _functorch_level() is not None or _modes_active() or forward_ad._current_level >= 0:
+        return False
+    return not any(x.requires_grad for x in operands)
 
 
 def _evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:

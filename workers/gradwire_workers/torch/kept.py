@@ -24,10 +24,11 @@ class Kept(Residual):
     """A kept forward: leaves, results, and between them torch's graph. See `program.Residual`.
 
     owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`.
-    has_hooks: see `gradwire_workers.torch.hooks`. within: runs ``function(*args)`` as the forward was run, given the leaves.
+    has_hooks: see `gradwire_workers.torch.hooks`. alone: of the operands that are leaves here only the anchor is differentiated. within: runs ``function(*args)`` as the forward was run, given the leaves.
     """
 
     __slots__ = (
+        "_alone",
         "_anchored",
         "_generation",
         "_has_hooks",
@@ -48,8 +49,10 @@ class Kept(Residual):
         anchored: bool,
         nbytes: int,
         has_hooks: bool = False,
+        alone: bool = False,
     ) -> None:
         self.within: Callable[..., Any] | None = None
+        self._alone = len(leaves) if alone else 0
         self._has_hooks = has_hooks
         self._owner, self._leaves, self._anchored, self.nbytes = owner, list(leaves), anchored, nbytes
         self._results = [y for y in results if is_inexact(y)]
@@ -58,6 +61,11 @@ class Kept(Residual):
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
     ) -> tuple[list[Any], Kept | None]:
+        if self._alone and any(0 < i < self._alone and is_inexact(self._leaves[i]) for i in op[1]):
+            raise ResidualLostError(
+                "a derivative by an argument is asked for that did not require a gradient when the call was made, so its graph has none. "
+                "Call requires_grad_() before the call"
+            )
         linear = self._owner.place(linear)
         if keep:
             linear = leaves_of(linear)
@@ -73,6 +81,7 @@ class Kept(Residual):
         nbytes = self.nbytes + sum(x.nbytes for x in (*linear, *whole))
         kept = Kept(self._owner, [*self._leaves, *linear], whole, self._anchored, nbytes, self._has_hooks)
         kept._generation, kept._training, kept.within = self._generation, self._training, self.within
+        kept._alone = self._alone
         return self._anchored_zero(op, [None if y is None else y.detach() for y in results]), kept
 
     def _derived(

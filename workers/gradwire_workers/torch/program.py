@@ -171,8 +171,11 @@ class TorchProgram(Program):
     def keep(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> tuple[Result, Kept]:
         flat = self._flat(site)
         operands = self.place(operands)
-        # the anchor's gradient is zero, whatever is asked
-        leaves = leaves_of(operands) if not site.anchored else [operands[0], *leaves_of(operands[1:])]
+        alone = site.anchored and site.alone and not word
+        if site.anchored:  # whose gradient is zero, whatever is asked
+            leaves = [operands[0], *(operands[1:] if alone else leaves_of(operands[1:]))]
+        else:
+            leaves = leaves_of(operands)
         before, here = hooks.entered(), nodes_made()
         if site.seed is None and torch.is_grad_enabled():  # as it is; to say so once more takes its time
             results = evaluate(flat, word, leaves, create_graph=True)
@@ -185,7 +188,7 @@ class TorchProgram(Program):
         outer = word[-1][1] if word and word[-1][0] == "T" else ()
         whole = [torch.zeros_like(leaves[outer[i]]) if y is None else y for i, y in enumerate(results)]
         nbytes = self._nbytes(word, leaves, whole, has_hooks)
-        kept = Kept(self, leaves, whole, site.anchored, nbytes, has_hooks)
+        kept = Kept(self, leaves, whole, site.anchored, nbytes, has_hooks, alone)
         return _result(site, word, results, flat.structure), kept
 
     def _check_of_this_call(self, site: WorkerSite, results: Sequence[Any], here: int) -> None:
