@@ -8,6 +8,7 @@ docs/protocol.md holds the same tables in prose; tests/wire hold the two togethe
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
 import msgpack
@@ -333,7 +334,7 @@ def unpack(frame: bytes) -> Any:
     if type(raw) is list:
         shape = _known_shapes.get(tuple(map(type, raw)))
         if shape is not None and raw[0] == shape.code and shape.fits(raw):
-            return shape.cls(*raw[1:])
+            return shape.make(raw[1:])
     return _checked(raw)
 
 
@@ -357,10 +358,10 @@ class _Shape:
     An exact type answers for itself; what is left is that numbers are not negative, and what arrays hold.
     """
 
-    __slots__ = ("cls", "code", "inner", "numbers")
+    __slots__ = ("code", "inner", "make", "numbers")
 
     def __init__(self, raw: list[Any], cls: type, checkers: Sequence[Callable[[Any], bool]]) -> None:
-        self.cls, self.code = cls, raw[0]
+        self.make, self.code = partial(tuple.__new__, cls), raw[0]
         self.numbers = [i for i, x in enumerate(raw) if type(x) is int]
         self.inner = [(i, check) for i, check in enumerate(checkers, 1) if type(raw[i]) is list]
 

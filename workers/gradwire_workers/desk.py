@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import lru_cache
 from typing import Any, Callable, Sequence
 
 from gradwire_wire import messages, sockets
@@ -26,7 +27,7 @@ from gradwire_wire.machine import read_memory
 from gradwire_wire.messages import Call, Done, Load, Ping, Plan, Release, Spec, State, Trace
 from gradwire_wire.page import WorkerPage
 from gradwire_wire.sockets import Addressee
-from gradwire_wire.structures import fill_call, flatten
+from gradwire_wire.structures import fill_call, flatten, leaf_count
 from gradwire_workers import faults
 from gradwire_workers.answers import Answers, Reply
 from gradwire_workers.asked import all_there, aval_of, is_seeded, seed_place, site_of
@@ -47,6 +48,9 @@ from gradwire_workers.users_code import UsersCode
 __all__ = ["Desk"]
 
 RESIDUAL_BYTES = 512 << 20
+SHORT = 256
+"""Bytes of a verb's arguments that are remembered."""
+_SCALARS = frozenset((type(None), bool, int, float, str))
 Act = Callable[[Session, Any, "list[Carrier | None]", Any], "Reply | None"]
 
 
@@ -316,7 +320,7 @@ class Desk:
             self.users_code.interrupts.end()
 
     def _change_state(self, session: Session, state: State, carriers: list[Carrier | None], _: Any) -> Reply:
-        args, kwargs = fill_call(state.structure, all_there(carriers))
+        args, kwargs = _arguments(state, carriers)
         program = self.loaded[state.remote]
         with self.users_code.running(session, state.call_id, is_interruptible=state.verb not in CHANGES):
             tree = self._state.act(program, state.verb, args, kwargs)
@@ -334,6 +338,24 @@ class Desk:
 
         structure, rows = recording.act(self, session, trace)
         return self.answers.done(session, trace.call_id, rows, structure)
+
+
+def _arguments(state: State, carriers: list[Carrier | None]) -> tuple[list[Any], dict[str, Any]]:
+    """Of a verb: those that are asked for step after step have a few scalars, which are remembered."""
+    if not carriers and len(state.structure) <= SHORT:
+        known = _scalars_of(state.structure)
+        if known is not None:
+            return list(known), {}
+    return fill_call(state.structure, all_there(carriers))
+
+
+@lru_cache(maxsize=256)
+def _scalars_of(structure: bytes) -> tuple[Any, ...] | None:
+    """The arguments that a structure has, if it has nothing else; None where there are others, or what could be changed."""
+    if leaf_count(structure):
+        return None
+    args, kwargs = fill_call(structure, [])
+    return tuple(args) if not kwargs and _SCALARS.issuperset(map(type, args)) else None
 
 
 def _told(call_id: int, facts: Any) -> Reply:
