@@ -189,7 +189,12 @@ def lent_packages() -> dict[str, str]:
         spec = find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             raise ConnectError(f"the package {name}, a part of gradwire, is not installed")
-        found[name] = os.path.abspath(next(iter(spec.submodule_search_locations)))
+        found[name] = folder = os.path.abspath(next(iter(spec.submodule_search_locations)))
+        if not os.path.isdir(folder):
+            raise ConnectError(
+                f"gradwire lies in {folder}, which is no folder: its broker and workers are other processes and load it from one. "
+                "Install it unpacked, by pip, beside a program that is an archive"
+            )
     return found
 
 

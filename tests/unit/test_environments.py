@@ -66,6 +66,8 @@ def test_options_keep_their_order_and_short_ones_are_written_out() -> None:
         ("/src/project", "names what lies on this machine"),
         ("project/sub", "names what lies on this machine"),
         ("a @ file:///src/a", "names what lies on this machine"),
+        ("file:///src/a", "names what lies on this machine"),
+        ("git+https://host/a", "write 'NAME @ git"),
         ("-c constraints.txt", "of options there may be"),
         ("-r more.txt", "gradwire env build -r"),
         ("--find-links wheels", "absolute path"),

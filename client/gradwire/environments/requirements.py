@@ -109,6 +109,8 @@ def _option(line: str) -> str:
 
 def _package(line: str) -> str:
     match = _NAMED.fullmatch(line)
+    if re.match(r"(?!file:)[a-z+]+://", line):
+        raise BadRequirement(f"{line!r} is a URL without the name of what it brings: write 'NAME @ {line}'")
     if match is None or re.match(r"[^@;]*/", line) or re.search(r"@\s*file:", line):
         raise _names_a_folder(line)
     name, extras, rest = match.groups()
