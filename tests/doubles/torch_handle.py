@@ -48,10 +48,7 @@ class TorchHandle:
         self._thread = ThreadPoolExecutor(1)
         self.has_warned = False
         self.asked: set[str] = set()
-
-    @property
-    def training(self) -> bool | None:
-        return self.target.training if isinstance(self.target, torch.nn.Module) else None
+        self.training = target.training if isinstance(target, torch.nn.Module) else None
 
     def invoke(
         self,

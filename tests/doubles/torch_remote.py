@@ -7,36 +7,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-import gradwire.torch
+from gradwire.background import Background
+from gradwire.remote import Remote
 from gradwire.site import Site
-from gradwire_wire.structures import flatten
 from tests.doubles.torch_handle import TorchHandle
 
 Function = Callable[..., Any]
 
 
-class TorchRemote:
-    """What `gradwire.Remote` does with torch tensors."""
+class TorchRemote(Remote):
+    """A `gradwire.Remote` whose worker is in this process. settings: of its sites, whatever its handle is of."""
 
-    training: bool | None = None
+    def __init__(self, target: Function, **settings: Any) -> None:
+        self.handle: Any
+        super().__init__(TorchHandle(target), Background("double"))  # type: ignore[arg-type]
+        self._settings = settings
 
-    def __init__(self, target: Function, **site: Any) -> None:
-        self.handle = TorchHandle(target)
-        self.options = site
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return gradwire.torch.traced(self, args, kwargs)
-        structure, leaves = flatten([list(args), kwargs], _is_leaf)
-        return gradwire.torch.call(self.handle, Site(structure, **self.options), leaves)
-
-    def described(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Site]:
-        """Handle and site of a call."""
-        structure, _ = flatten([args, kwargs], _is_leaf)
-        return self.handle, Site(structure, training=self.training, **self.options)
+    def _site(self, structure: bytes, **overrides: Any) -> Site:
+        return super()._site(structure, **{**overrides, **self._settings})
 
     @property
     def counts(self) -> dict[str, int]:
@@ -47,10 +37,6 @@ class TorchRemote:
     def alive(self) -> int:
         """Tokens that nobody gave back."""
         return len(self.handle.kept)
-
-
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, torch.Tensor | np.ndarray)
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def test_another_mode_compiles_anew(remote: Callable[..., Remote]) -> None:
     invoke = r.handle.invoke
     r.handle.invoke = lambda site, *a, **k: seen.append(site.training) or invoke(site, *a, **k)
     compiled = whole(r)
-    for r.training in (True, False):
+    for r.handle.training in (True, False):
         compiled(double(4), double(4, 4))
     assert seen == [True, False]
 
