@@ -35,7 +35,7 @@ def is_leaving() -> bool:
 def end_daemon() -> None:
     """At the exit, in a daemon thread of the program's: end it, as the interpreter is about to, and without a word.
 
-    The call that it makes can bring no result any more, and `SystemExit` is what `threading` reports nowhere.
+    (An error that reaches it through a compiled program says that the worker was closed.) The call that it makes can bring no result any more, and `SystemExit` is what `threading` reports nowhere.
     """
     if not _leaving:
         return

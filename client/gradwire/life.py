@@ -115,8 +115,7 @@ class Life:
         self._raise_dead(was_running)
 
     def raise_closed(self, was_running: bool) -> NoReturn:
-        """By this program, or for another incarnation. At the interpreter's exit: see `exits.end_daemon`."""
-        exits.end_daemon()
+        """By this program, or for another incarnation."""
         raise (was_restarted if self.is_replaced else was_closed)(self.facts.name, was_running)
 
     def _raise_dead(self, was_running: bool) -> NoReturn:

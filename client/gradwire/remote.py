@@ -16,6 +16,7 @@ import numpy as np
 from gradwire import pullback
 from gradwire.answers import checked_state
 from gradwire.background import Background
+from gradwire.exits import end_daemon
 from gradwire.families import (
     barrier,
     compiling_face,
@@ -38,7 +39,7 @@ from gradwire.site import Site
 from gradwire.specs import ShapeDtype, avals_of, is_described, spec_result
 from gradwire.submitting import submit
 from gradwire_wire.carriers import Carrier
-from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
+from gradwire_wire.errors import ClosedError, DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import fill, flatten, positional
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class Remote:
             return face_named(family).call(self.handle, site, operands)
         except (UnsupportedTensorError, DtypeError) as error:
             refused = naming(error, operands[site.seeded :], site.structure)
+        except ClosedError:
+            end_daemon()
+            raise
         raise refused
 
     def _note_route(self, family: str, site: Site, args: tuple[Any, ...]) -> None:
