@@ -17,7 +17,7 @@ import torch
 from jax import lax
 
 import gradwire.jax
-from gradwire.families import is_leaf
+from gradwire.families import family_of, is_leaf
 from gradwire.site import Site
 from gradwire_wire.errors import UnsupportedTensorError
 from gradwire_wire.structures import flatten
@@ -599,6 +599,22 @@ def test_under_disable_jit(remote: Any) -> None:
     f = remote(torch_f)
     with jax.disable_jit():
         equal(jax.grad(loss_of(f))(jnp.asarray(X1), W), jax.grad(loss_of(jax_f))(jnp.asarray(X1), W))
+
+
+def test_r37_numpy_arrays_that_jax_has_typed(remote: Any) -> None:
+    """Where a numpy array is differentiated by, `stop_gradient` and the rules of a custom_vjp have one of a class of JAX's own."""
+    f, families = remote(lambda x, y: x * y), set()
+
+    @jax.custom_vjp
+    def product(x: Any, y: Any) -> Any:
+        families.update(map(family_of, (x, y)))
+        return f(x, y)
+
+    product.defvjp(lambda x, y: (product(x, y), (x, y)), lambda given, c: (f(c, given[1]), f(given[0], c)))
+    x = np.arange(1.0, 5.0)
+    x_bar, y_bar = jax.grad(lambda x, y: product(x, y).sum(), (0, 1))(x, 2 * x)
+    assert families == {"jax"} and (x_bar == 2 * x).all() and (y_bar == x).all()
+    assert (jax.grad(lambda x: f(x, lax.stop_gradient(x)).sum())(x) == x).all()
 
 
 def test_under_debug_nans(remote: Any) -> None:

@@ -99,7 +99,7 @@ def _operand(x: Any, i: int, site: Site) -> tuple[Any, Aval]:
                 )
             tensors.element_type(aval.dtype)
             return x, aval
-        aval = numpy_tensors.aval(x)
+        aval = numpy_tensors.aval(np.asarray(x))  # none of JAX's own kind of numpy array
         return np.array(x, tensors.element_type(aval.dtype)), aval  # a copy: JAX may keep it as a constant
     except (DtypeError, UnsupportedTensorError) as error:
         names = [*site.hidden, *leaf_paths(site.structure)]

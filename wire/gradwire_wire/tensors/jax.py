@@ -23,8 +23,14 @@ NAME = "jax"
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether x is a `jax.Array`: tracers are, and so are key arrays, which `export` refuses."""
-    return isinstance(x, jax.Array)
+    """Whether x is a `jax.Array`: tracers are, and so are key arrays, which `export` refuses. Or one of numpy's that JAX has typed.
+
+    Where it differentiates with respect to a numpy array, JAX (of 0.8 and later) has such an array of its own for its value: `stop_gradient` gives it, and
+    the rules of a `custom_vjp` are given it.
+    """
+    return isinstance(x, jax.Array) or (
+        isinstance(x, np.ndarray) and type(x).__module__.partition(".")[0] == NAME
+    )
 
 
 def export(x: Any) -> Carrier:

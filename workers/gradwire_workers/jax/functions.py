@@ -134,7 +134,10 @@ class Eager:
 
 def as_array(x: Any) -> Any:
     """A numpy array in a result as a JAX array; DtypeError where it would be narrowed."""
-    return jnp.asarray(tensors.numpy_view(numpy_tensors.export(x))) if isinstance(x, np.ndarray) else x
+    if not isinstance(x, np.ndarray):
+        return x
+    family = tensors if tensors.is_tensor(x) else numpy_tensors
+    return jnp.asarray(tensors.numpy_view(family.export(x)))
 
 
 def has_rules(jaxpr: Any) -> bool:
