@@ -70,9 +70,7 @@ class Clients:
         """Whether it is new here and was let in."""
         is_owner = hmac.compare_digest(message.token, self._owner_token) and not is_far(client)
         if message.protocol != control.PROTOCOL:
-            why = (
-                f"the broker speaks version {control.PROTOCOL} of the protocol, the client {message.protocol}"
-            )
+            why = f"the broker speaks version {control.PROTOCOL} of the protocol, the client {message.protocol}; use the same gradwire"
             self.send(client, control.Refused("VersionMismatchError", why))
         elif not (is_owner or is_far(client) or hmac.compare_digest(message.token, self._token)):
             self.send(client, control.Refused("ConnectError", "the token is not the broker's"))

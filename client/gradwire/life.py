@@ -116,19 +116,20 @@ class Life:
 
     def raise_closed(self, was_running: bool) -> NoReturn:
         """By this program, or for another incarnation."""
-        raise (was_restarted if self.is_replaced else was_closed)(self.facts.name, was_running)
+        end = was_restarted if self.is_replaced else was_closed
+        raise end(self.facts.name, was_running) from None  # how the line broke says no more
 
     def _raise_dead(self, was_running: bool) -> NoReturn:
         if self.is_replaced or exits.is_leaving():
             self.raise_closed(was_running)
         if self.broken is not None:
-            raise has_lied(self.facts.name, self.broken)
+            raise has_lied(self.facts.name, self.broken) from None
         death = self._link.death_of(self.facts.incarnation, REPORT_S)
         if death is None:
-            raise vanished(self.facts, was_running)
+            raise vanished(self.facts, was_running) from None
         lives = self._link.broker_alive
         advice = self.advise(death.exit_code) if lives else "its broker has ended as well: connect anew"
-        raise died(self.facts, death, advice, was_running)
+        raise died(self.facts, death, advice, was_running) from None
 
     def interrupt(self) -> None:
         """Have the broker interrupt the worker: what runs there ends if the ledger says that it was cancelled."""

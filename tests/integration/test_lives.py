@@ -78,6 +78,7 @@ def test_r55_in_the_middle_of_a_call(worker: Any, how: str, exit_code: int | Non
     assert time.monotonic() - start < 2.0
     assert (caught.value.exit_code, caught.value.signal, caught.value.was_running) == (exit_code, name, True)
     assert "last words" in caught.value.output
+    assert caught.value.__suppress_context__  # three tracebacks of ours, before what there is to read
 
 
 def test_r55_between_calls(worker: Any) -> None:
