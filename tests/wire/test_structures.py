@@ -562,3 +562,21 @@ def test_r38_a_tensor_as_a_key_is_said() -> None:
     with pytest.raises(ProtocolError, match="tensor as a key"):
         fill(structure, [np.arange(2)])
     assert leaves
+
+
+def test_what_cannot_cross_is_refused_with_its_place() -> None:
+    class Mode:
+        pass
+
+    within: list[Any] = [Mode()]
+    within.append(within)
+    pair = namedtuple("pair", "a b")
+    for tree, prefix, place in [
+        ([[1, {"mode": (2, Mode())}], {}], "", r"args\[1\]\['mode'\]\[1\]: a test_structures"),
+        ([[1], {"how": [Mode()]}], "", r"how\[0\]: a test_structures"),
+        ({"a": pair(1, np.longdouble(1))}, "the result", r"the result\['a'\]\[1\]: a numpy scalar"),
+        ([within, {}], "", r"args\[0\]: a test_structures"),
+        ({Mode: 1}, "the result", "the result: a builtins.type"),
+    ]:
+        with pytest.raises(UnsupportedTensorError, match=f"^{place.replace('test_structures', __name__)}"):
+            flatten(tree, lambda x: False, prefix)

@@ -26,7 +26,14 @@ from gradwire_wire.structures.format import (
 )
 from gradwire_wire.structures.keys import Key, has_leaf_keys, with_plain_keys
 from gradwire_wire.structures.reading import leaf_count
-from gradwire_wire.structures.values import field_names, is_record, name_of, pack_scalar, tuple_fields
+from gradwire_wire.structures.values import (
+    field_names,
+    is_record,
+    name_of,
+    pack_scalar,
+    path_to,
+    tuple_fields,
+)
 from gradwire_wire.wide_trees import pack_wide
 
 __all__ = ["LONE_LEAF", "POSITIONAL", "flatten", "positional"]
@@ -62,8 +69,27 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
         raise UsageError(
             f"{prefix or 'the arguments'}: this tree cannot be sent: {error}; is it nested too deeply or in itself?"
         ) from error
+    except _Refused as refused:
+        raise UnsupportedTensorError(f"{_named(tree, refused.value, prefix)}: {refused}") from None
     except TypeError as error:
         raise UnsupportedTensorError(f"{prefix or 'the arguments'}: {error}") from error
+
+
+class _Refused(TypeError):
+    """A value that cannot cross, with what to do."""
+
+    def __init__(self, value: Any, why: str) -> None:
+        super().__init__(why)
+        self.value = value
+
+
+def _named(tree: Any, value: Any, prefix: str) -> str:
+    """Where in the tree it is, in the words of a caller: ``args[0]['mode']``, ``scale``, ``the result[1]``."""
+    path = path_to(tree, value) or ()
+    if prefix or len(path) < 2:
+        return (prefix or "the arguments") + "".join(f"[{key!r}]" for key in path)
+    group, name, *deeper = path
+    return (f"args[{name}]" if group == 0 else str(name)) + "".join(f"[{key!r}]" for key in deeper)
 
 
 def _packed(tree: Any, is_leaf: Callable[[Any], bool], leaves: list[Any]) -> bytes:
@@ -113,7 +139,10 @@ class _Flattener:
         if kind is Key:
             x = x.scalar
         if isinstance(x, np.generic):
-            return msgpack.ExtType(SCALAR, pack_scalar(x))
+            try:
+                return msgpack.ExtType(SCALAR, pack_scalar(x))
+            except TypeError as error:
+                raise _Refused(x, str(error)) from None
         if isinstance(x, _NUMBERS) and hasattr(x, "aval"):
             return self.other(complex(x)) if isinstance(x, complex) else self.number(x)
         if kind is OrderedDict:
@@ -126,10 +155,11 @@ class _Flattener:
             return msgpack.ExtType(
                 DATACLASS, self.pack([*name_of(kind), names, [getattr(x, n) for n in names]])
             )
-        raise TypeError(
+        raise _Refused(
+            x,
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent. Trees may hold dict, list, tuple, namedtuple, "
             "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
-            f"{_instead_of(x)}"
+            f"{_instead_of(x)}",
         )
 
     def number(self, x: Any) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "is_record",
     "name_of",
     "pack_scalar",
+    "path_to",
     "tuple_fields",
     "unpack_scalar",
 ]
@@ -141,6 +142,21 @@ def _stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...]) -> t
 def is_record(x: Any) -> bool:
     """Whether it is a dataclass's instance, or stands for one."""
     return (dataclasses.is_dataclass(x) and not isinstance(x, type)) or isinstance(x, _StandInDataclass)
+
+
+def path_to(tree: Any, value: Any) -> tuple[Any, ...] | None:
+    """The keys by which one comes to that very object; None where it is not in the tree (or a key in it)."""
+    found: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    seen: set[int] = set()
+    while found:
+        path, x = found.pop()
+        if x is value:
+            return path
+        if id(x) in seen:  # in itself, perhaps
+            continue
+        seen.add(id(x))
+        found.extend(((*path, key), child) for key, child in children(x).items())
+    return None
 
 
 def children(x: Any) -> dict[Any, Any]:
