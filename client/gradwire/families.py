@@ -62,7 +62,8 @@ def family_of(x: Any) -> str:
 
 def _look_up(x: Any) -> str:
     for name in FAMILIES:
-        if name in sys.modules and tensors_named(name).is_tensor(x):
+        # (None: a program says so that a framework is not to be imported, though it is installed)
+        if sys.modules.get(name) is not None and tensors_named(name).is_tensor(x):
             return name
     return "numpy" if isinstance(x, np.ndarray) else ""
 
@@ -148,7 +149,7 @@ def compiling_face() -> Any:
 
 def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:
     """``act`` for another thread, in the modes of this one that decide what a call records (torch's grad mode)."""
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:
         return act
     found: Callable[..., Any] = face_named("torch").in_callers_modes(act)  # type: ignore[attr-defined]
     return found

@@ -78,7 +78,26 @@ HEADERS = st.tuples(
 ).map(list)
 
 
-@given(HEADERS, st.lists(st.binary(max_size=5000), max_size=2))
+# Right ones, that lie within the segment or just past its end, and each of these with one field of the above.
+RIGHT = st.tuples(
+    st.just(1),
+    st.integers(0, 10).map(lambda n: n * 2048),
+    st.integers(1, 65023),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.none(),
+    st.sampled_from([[d.code, d.bits, d.lanes] for d in BY_NAME.values()]),
+    st.just([1, 0]),
+    st.integers(0, 3),
+).map(list)
+
+
+@st.composite
+def nearly_right(draw: Any) -> list[Any]:
+    header, other, at = draw(RIGHT), draw(HEADERS), draw(st.integers(0, 15))
+    return [*header[:at], *other[at : at + 1], *header[at + 1 :]]  # past the last field: as it is
+
+
+@given(HEADERS | nearly_right(), st.lists(st.binary(max_size=5000), max_size=2))
 def every_header_is_refused_or_readable(header: list[Any], frames: list[bytes]) -> None:
     try:
         carrier: Carrier = EXCHANGE.borrow(header, frames)

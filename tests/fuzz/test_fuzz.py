@@ -481,7 +481,7 @@ def test_r57_headers_between_guard_pages() -> None:
         timeout=SECONDS + 90,
     )
     assert ended.returncode == 0, f"{ended.returncode}\n{ended.stdout}\n{ended.stderr[-4000:]}"
-    assert int(ended.stdout) > examples // 500, "too few headers were accepted for this to show anything"
+    assert int(ended.stdout) > examples // 50, "too few headers were accepted for this to show anything"
 
 
 def test_the_guards_do_guard() -> None:

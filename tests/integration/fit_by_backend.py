@@ -1,6 +1,7 @@
-"""A program that `test_keras_layer` runs with each backend of Keras: a remote torch block trained by `model.fit`.
+"""A remote torch block trained by `model.fit`, and what `test_keras_layer` wants to know of it with each backend of Keras.
 
-Arguments: the torch interpreter, the folder of targets, where the weights go. Prints a line of JSON.
+As a program (for a backend other than that of the tests): its arguments are the torch interpreter, the folder of targets
+and where the weights go, and it prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.append(sys.argv[2])
+    import keras_alone  # noqa: F401 - before Keras
 
 import keras
 import numpy as np
@@ -47,35 +52,41 @@ def copying(worker: gw.Worker) -> tuple[dict[str, int], dict[str, bool]]:
     return copied, right
 
 
-def main(python: str, targets: str, weights: str) -> dict[str, Any]:
+def trained(worker: gw.Worker, weights: str) -> dict[str, Any]:
+    """By a torch worker with the folder of targets on its path."""
+    nets = [worker.module("keras_torch:make_block", "float32") for _ in range(2)]
+    model, layer = make_model(nets[0])
+    counted = [int(nets[0].buffers()["1.num_batches_tracked"])]
+    history = model.fit(X, Y, epochs=3, batch_size=16, shuffle=False, verbose=0).history["loss"]
+    counted.append(int(nets[0].buffers()["1.num_batches_tracked"]))
+    loss, predicted = model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
+    counted.append(int(nets[0].buffers()["1.num_batches_tracked"]))
+    model.save_weights(weights)
+    other, _ = make_model(nets[1])
+    other.load_weights(weights)
+    first = layer.trainable_weights[0]
+    first.assign(first * 0)
+    copied, right = copying(worker)
+    return {
+        "backend": keras.backend.backend(),
+        "copied": copied,
+        "right": right,
+        "jit": model.jit_compile,
+        "history": history,
+        "loss": float(loss),
+        "counted": counted,
+        "again": bool((other.predict(X, verbose=0) == predicted).all()),
+        "assigned": bool((model.predict(X, verbose=0) != predicted).any()),
+        "output": str(model.output.shape),
+        "names": [v.name for v in layer.weights],
+    }
+
+
+def main(python: str, targets: str, weights: str) -> None:
     with gw.connect() as bridge:
         worker = bridge.worker("torch", python=python, path=[targets], threads=1)
-        nets = [worker.module("keras_torch:make_block", "float32") for _ in range(2)]
-        model, layer = make_model(nets[0])
-        counted = [int(nets[0].buffers()["1.num_batches_tracked"])]
-        history = model.fit(X, Y, epochs=3, batch_size=16, shuffle=False, verbose=0).history["loss"]
-        counted.append(int(nets[0].buffers()["1.num_batches_tracked"]))
-        loss, predicted = model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
-        counted.append(int(nets[0].buffers()["1.num_batches_tracked"]))
-        model.save_weights(weights)
-        other, _ = make_model(nets[1])
-        other.load_weights(weights)
-        first = layer.trainable_weights[0]
-        first.assign(first * 0)
-        copied, right = copying(worker)
-        return {
-            "copied": copied,
-            "right": right,
-            "jit": model.jit_compile,
-            "history": history,
-            "loss": float(loss),
-            "counted": counted,
-            "again": bool((other.predict(X, verbose=0) == predicted).all()),
-            "assigned": bool((model.predict(X, verbose=0) != predicted).any()),
-            "output": str(model.output.shape),
-            "names": [v.name for v in layer.weights],
-        }
+        print(json.dumps(trained(worker, weights)))
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    main(*sys.argv[1:])

@@ -82,7 +82,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["op by op", "jit"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_in_process(remote: Any, name: str, compiled: bool) -> None:
     f = remote("perceptron")
@@ -132,7 +132,7 @@ def test_every_dtype_every_bit(this_jax: gw.Worker) -> None:
 ONE = np.ones(3, np.float32)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["op by op", "jit"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_r41_as_often_and_in_the_order_written(worker_of: Workers, compiled: bool) -> None:
     mode = jax.jit if compiled else lambda f: f
     net = worker_of("torch").module("reports_torch:Counter").train()
@@ -145,7 +145,7 @@ def test_r41_as_often_and_in_the_order_written(worker_of: Workers, compiled: boo
     assert log.buffers()["seen"].tolist() == [3.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["op by op", "jit"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_r41_once_an_iteration_of_a_differentiated_loop_or_refused(
     worker_of: Workers, compiled: bool
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import tensorflow as tf
 import torch
 
 import gradwire as gw
+from tests.integration.keras_alike import as_numpy, assert_layers_as_in_process
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 Workers = Callable[[str], gw.Worker]
@@ -103,16 +104,29 @@ def wanted_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return hidden @ w2 + b2, ((1 - hidden**2) * w2.sum(1)) @ w1.T
 
 
+@pytest.fixture(scope="module")
+def with_backend(shared_bridge: gw.Bridge) -> Iterator[Workers]:
+    """The worker of a framework whose Keras has that backend, started when it is first asked for."""
+    made: dict[str, gw.Worker] = {}
+
+    def worker(backend: str) -> gw.Worker:
+        if backend not in made:
+            options: dict[str, Any] = {"python": sys.executable, "path": [TARGETS], "threads": 1}
+            made[backend] = shared_bridge.worker(backend, env={"KERAS_BACKEND": backend}, **options)
+            assert made[backend].function("keras_alone:backend")() == backend
+        return made[backend]
+
+    yield worker
+    for one in made.values():
+        one.close()
+
+
 @pytest.mark.slow
-def test_r39_two_backends_in_two_workers(shared_bridge: gw.Bridge) -> None:
+def test_r39_two_backends_in_two_workers(with_backend: Workers) -> None:
     y, x_bar = wanted_of(X)
     models = {}
     for backend in ("jax", "torch"):
-        worker = shared_bridge.worker(
-            backend, python=sys.executable, path=[TARGETS], threads=1, env={"KERAS_BACKEND": backend}
-        )
-        assert worker.function("in_keras:backend")() == backend
-        models[backend] = model = worker.function("in_keras:apply")
+        models[backend] = model = with_backend(backend).function("in_keras:apply")
         close(model(X), y)
         out, pull = model.vjp(X)
         close(pull(np.ones_like(out))[0], x_bar)
@@ -127,3 +141,92 @@ def test_r39_two_backends_in_two_workers(shared_bridge: gw.Bridge) -> None:
         close(tape.gradient(total, constant), x_bar)
     both = jax.jit(lambda x: models["torch"](x) - models["jax"](x))(jnp.asarray(X))
     close(both, np.zeros_like(y))
+
+
+@pytest.mark.slow
+def test_r39_keras_with_the_torch_backend_in_a_worker(with_backend: Workers, worker_of: Workers) -> None:
+    """The same model and weights as in a TensorFlow worker: results, gradients, statistics, mode and seeds."""
+    worker = with_backend("torch")
+    net = worker.module("keras_models:make_noisy")
+    twin = worker_of("tensorflow").module("keras_models:make_noisy")
+    state = (
+        net.state_dict()
+    )  # KerasModule's places are of torch, but named as Keras names them in every worker
+    assert next(iter(net.parameters())) == "dense/kernel" and len(state) == 8
+    twin.load_state_dict(state)
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    assert net.spec(x).shape == (16, 3) and net.training is True
+
+    net.eval()
+    layers = [gw.keras.Layer(remote) for remote in (net, twin)]
+    found = []
+    for layer in layers:
+        variables = [v.value for v in layer.trainable_weights]
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(layer(tf.constant(x)) ** 2)
+        found.append([y, *tape.gradient(y, variables)])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, 1e-4, 1e-4)
+
+    one, two = (as_numpy(layers[0](x, training=True)) for _ in range(2))
+    for _ in range(2):
+        layers[1](x, training=True)
+    assert (one != two).any()  # dropout
+    for name, value in net.buffers().items():
+        np.testing.assert_allclose(value, twin.buffers()[name], 1e-5, 1e-6, err_msg=name)
+    net.train()
+    seeded = net.options(seed=5)
+    assert (seeded(x) == seeded(x)).all()
+    optimizer, before = net.optimizer("torch.optim:SGD", lr=0.1), net.parameters()
+    y, pullback = net.vjp(x)
+    pullback(y)
+    optimizer.step()
+    assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
+    assert_layers_as_in_process(worker)
+
+
+def check_noisy_layer(layer: Any, net: gw.Remote) -> None:
+    """(batch, 4) to (batch, 3) with BatchNorm and dropout: the mode is honoured, every weight learns, fit and evaluate."""
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    before = net.buffers()
+    one, two = (as_numpy(layer(x, training=True)) for _ in range(2))
+    still, same = as_numpy(layer(x)), as_numpy(layer(x, training=False))
+    assert (one != two).any() and (still == same).all()
+    moved = net.buffers()
+    assert any((moved[name] != value).any() for name, value in before.items())
+    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.02), "mse")
+    weights = [as_numpy(v).copy() for v in layer.trainable_weights]
+    losses = model.fit(x, x[:, :1], epochs=8, batch_size=16, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert all((as_numpy(v) != w).any() for v, w in zip(layer.trainable_weights, weights, strict=True))
+    counted = net.buffers()
+    assert model.evaluate(x, x[:, :1], verbose=0) == model.evaluate(x, x[:, :1], verbose=0)
+    assert all((net.buffers()[name] == value).all() for name, value in counted.items())
+
+
+def test_a_flax_module_as_a_keras_layer(worker_of: Workers) -> None:
+    net = worker_of("jax").module("keras_flax:make_classifier")
+    layer = gw.keras.Layer(net)
+    assert sorted(v.name for v in layer.weights) == sorted(n.replace(".", "_") for n in net.parameters())
+    check_noisy_layer(layer, net)
+
+
+@pytest.mark.slow
+def test_r39_keras_with_the_jax_backend_in_a_worker(with_backend: Workers) -> None:
+    worker = with_backend("jax")
+    net = worker.module("keras_models:make_noisy")
+    assert (
+        net.training is False and next(iter(net.parameters())) == "dense/kernel" and len(net.buffers()) == 2
+    )
+    check_noisy_layer(gw.keras.Layer(net), net)
+    net.train()
+    x = np.ones((5, 4), "float32")
+    seeded = net.options(seed=5)
+    assert (seeded(x) == seeded(x)).all() and (net(x) != net(x)).any()
+    optimizer, before = net.optimizer("optax:sgd", learning_rate=0.1), net.parameters()
+    y, pullback = net.vjp(np.random.default_rng(0).normal(size=(16, 4)).astype("float32"))
+    pullback(y)
+    optimizer.step()
+    assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
+    assert_layers_as_in_process(worker)

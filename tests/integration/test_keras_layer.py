@@ -16,15 +16,13 @@ import pytest
 import tensorflow as tf
 
 import gradwire as gw
+from tests.integration import fit_by_backend
+from tests.integration.keras_alike import as_numpy, assert_layers_as_in_process
 
 HERE = Path(__file__).parent
 Workers = Callable[[str], gw.Worker]
 X = np.random.default_rng(0).normal(size=(16, 6))
 IDS = np.random.default_rng(1).integers(0, 11, (8, 5))
-
-
-def as_numpy(x: Any) -> np.ndarray:
-    return np.asarray(x.numpy())
 
 
 # ---- Training as the all-local model ---------------------------------------------------------------------------------
@@ -109,23 +107,34 @@ def test_r43_both_ends_and_the_remote_layer_train_as_the_local_model(
     assert buffers["1.num_batches_tracked"] == steps  # no spec, trace or evaluation moved it (R40)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_r39_fit_evaluate_predict_and_weight_files_with_each_backend(
-    torch_python: Any, tmp_path: Path, backend: str, history_of_torch: list[float]
-) -> None:
-    program = [sys.executable, str(HERE / "fit_by_backend.py"), str(torch_python), str(HERE / "targets")]
-    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+def said_by_the_program(backend: str, python: Path, weights: Path) -> dict[str, Any]:
+    """What `fit_by_backend` tells as a program of its own."""
     done = subprocess.run(
-        [*program, str(tmp_path / "w.weights.h5")],
+        [sys.executable, HERE / "fit_by_backend.py", python, HERE / "targets", weights],
         check=False,
-        env=environment,
+        env={**os.environ, "KERAS_BACKEND": backend},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(  # Keras reading a variable of its own, as a weight file has it do
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning:keras.src.backend.tensorflow"
+)
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_r39_fit_evaluate_predict_and_weight_files_with_each_backend(
+    worker_of: Workers, torch_python: Path, tmp_path: Path, backend: str, history_of_torch: list[float]
+) -> None:
+    weights = tmp_path / "w.weights.h5"
+    if backend == keras.backend.backend():
+        said = fit_by_backend.trained(worker_of("torch"), str(weights))
+    else:
+        said = said_by_the_program(backend, torch_python, weights)
+    assert said["backend"] == backend
     np.testing.assert_allclose(said["history"], history_of_torch, 1e-4)
     assert said["counted"] == [0, 12, 12] and said["again"] and said["assigned"]
     assert said["jit"] is (backend == "jax") and said["output"] == "(None, 1)"
@@ -140,8 +149,6 @@ def history_of_torch() -> list[float]:
     """What `fit_by_backend` must show, by torch alone."""
     import torch
 
-    from tests.integration import fit_by_backend as program
-
     sys.path.insert(0, str(HERE / "targets"))
     try:
         import keras_torch
@@ -152,7 +159,7 @@ def history_of_torch() -> list[float]:
     torch.nn.init.zeros_(head.bias)
     model = torch.nn.Sequential(keras_torch.make_block("float32"), head)
     optimizer, history = torch.optim.SGD(model.parameters(), lr=0.05), []
-    x, y = torch.tensor(program.X), torch.tensor(program.Y)
+    x, y = torch.tensor(fit_by_backend.X), torch.tensor(fit_by_backend.Y)
     for _ in range(3):
         losses = []
         for at in range(0, 64, 16):
@@ -395,67 +402,11 @@ def test_generations_a_step_in_the_worker_a_load_and_a_restart(
     worker.close()
 
 
-def as_a_remote(worker: gw.Worker) -> None:
-    """What Keras does for a layer beside calling it reaches the one in the worker: frozen parts, losses; and its names."""
-    import keras_models
-
-    x = tf.constant(X[:, :4], "float32")
-    local = keras_models.make_regularized()
-    remote = worker.module("keras_models:make_regularized")
-    for buffers in ("worker", "explicit"):
-        layer = gw.keras.Layer(remote, buffers=buffers)
-        for mine, value in zip(layer.trainable_weights, local.trainable_weights, strict=True):
-            mine.assign(value)
-        before = [as_numpy(v) for v in local.non_trainable_weights]
-        remote.load_state_dict(dict(zip(remote.buffers(), before, strict=True)), strict=False)
-        for model in (local, layer):
-            model.trainable = False
-        np.testing.assert_allclose(layer(x, training=True), local(x, training=True), 1e-5, 1e-5)
-        assert len(layer.losses) == len(local.losses) == 1, "no weight is regularised that does not learn"
-        for model in (local, layer):
-            model.trainable = True
-        assert all((value == b).all() for value, b in zip(remote.buffers().values(), before, strict=True))
-
-        def losses_of(model: Any) -> list[Any]:
-            with tf.GradientTape() as tape:
-                y = model(x, training=True)
-                loss = tf.reduce_sum(y) + 10 * tf.add_n(model.losses)
-            assert len(model.losses) == 2
-            return [y, loss, *tape.gradient(loss, [v.value for v in model.trainable_weights])]
-
-        for got, wanted in zip(tf.function(losses_of)(layer), losses_of(local), strict=True):
-            np.testing.assert_allclose(got, wanted, 1e-4, 1e-4)
-    again = worker.module("keras_models:make_regularized", seed=1)
-    again.load_state_dict(remote.state_dict())
-    np.testing.assert_array_equal(again(x), remote(x))
-
-
-def masks_cross(worker: gw.Worker) -> None:
-    """A mask of the caller's reaches the module, one of the module's the layers and the loss behind it."""
-    import keras_models
-
-    x = np.where(X[:8, :, None] > 0.5, 0.0, X[:8, :, None] * [1, 2]).astype("float32")
-    for masking in (False, True):
-        local = keras_models.make_recurrent(masking)
-        layer = gw.keras.Layer(worker.module("keras_models:make_recurrent", masking))
-        layer.set_weights(local.get_weights())
-        losses = []
-        for part in (layer, local):
-            before = [] if masking else [keras.layers.Masking()]
-            model = keras.Sequential([keras.Input((6, 2)), *before, part])
-            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=masking)
-            losses.append([float(model.train_on_batch(x, np.ones((8, 6, 3)))) for _ in range(2)])
-            y = model(x)
-            assert (as_numpy(y._keras_mask) == (x != 0).any(-1)).all()
-        np.testing.assert_allclose(*losses, 1e-5)
-
-
 def test_r39_frozen_layers_losses_masks_and_names_with_tensorflow(
     worker_of: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE / "targets"))
-    as_a_remote(worker_of("tensorflow"))
-    masks_cross(worker_of("tensorflow"))
+    assert_layers_as_in_process(worker_of("tensorflow"))
     import keras_models
 
     local = keras_models.make_regularized()
@@ -506,116 +457,3 @@ def test_losses_elsewhere_are_never_left_out_in_silence(
     gradients = tape.gradient(wanted, [v.value for v in local.trainable_weights])
     for name, gradient in zip(params, gradients, strict=True):
         np.testing.assert_allclose(bars[name], gradient, 1e-4, 1e-6)
-
-
-# ---- Keras with another backend in a worker ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_r39_keras_with_the_torch_backend_in_a_worker(
-    shared_bridge: gw.Bridge, worker_of: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same model and weights as in a TensorFlow worker: results, gradients, statistics, mode and seeds."""
-    options: dict[str, Any] = {"python": sys.executable, "path": [HERE / "targets"], "threads": 1}
-    worker = shared_bridge.worker("torch", env={"KERAS_BACKEND": "torch"}, **options)
-    net = worker.module("keras_models:make_noisy")
-    twin = worker_of("tensorflow").module("keras_models:make_noisy")
-    state = (
-        net.state_dict()
-    )  # KerasModule's places are of torch, but named as Keras names them in every worker
-    assert next(iter(net.parameters())) == "dense/kernel" and len(state) == 8
-    twin.load_state_dict(state)
-    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
-    assert net.spec(x).shape == (16, 3) and net.training is True
-
-    net.eval()
-    layers = [gw.keras.Layer(remote) for remote in (net, twin)]
-    found = []
-    for layer in layers:
-        variables = [v.value for v in layer.trainable_weights]
-        with tf.GradientTape() as tape:
-            y = tf.reduce_sum(layer(tf.constant(x)) ** 2)
-        found.append([y, *tape.gradient(y, variables)])
-    for a, b in zip(*found, strict=True):
-        np.testing.assert_allclose(a, b, 1e-4, 1e-4)
-
-    one, two = (as_numpy(layers[0](x, training=True)) for _ in range(2))
-    for _ in range(2):
-        layers[1](x, training=True)
-    assert (one != two).any()  # dropout
-    for name, value in net.buffers().items():
-        np.testing.assert_allclose(value, twin.buffers()[name], 1e-5, 1e-6, err_msg=name)
-    net.train()
-    seeded = net.options(seed=5)
-    assert (seeded(x) == seeded(x)).all()
-    optimizer, before = net.optimizer("torch.optim:SGD", lr=0.1), net.parameters()
-    y, pullback = net.vjp(x)
-    pullback(y)
-    optimizer.step()
-    assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
-    monkeypatch.syspath_prepend(str(HERE / "targets"))
-    as_a_remote(worker)
-    masks_cross(worker)
-    worker.close()
-
-    wrong = shared_bridge.worker("torch", env={"KERAS_BACKEND": "tensorflow"}, **options)
-    with pytest.raises(gw.UsageError, match="KERAS_BACKEND"):
-        wrong.module("keras_models:make_noisy")
-    wrong.close()
-
-
-def check_noisy_layer(layer: Any, net: gw.Remote) -> None:
-    """(batch, 4) to (batch, 3) with BatchNorm and dropout: the mode is honoured, every weight learns, fit and evaluate."""
-    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
-    before = net.buffers()
-    one, two = (as_numpy(layer(x, training=True)) for _ in range(2))
-    still, same = as_numpy(layer(x)), as_numpy(layer(x, training=False))
-    assert (one != two).any() and (still == same).all()
-    moved = net.buffers()
-    assert any((moved[name] != value).any() for name, value in before.items())
-    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.02), "mse")
-    weights = [as_numpy(v).copy() for v in layer.trainable_weights]
-    losses = model.fit(x, x[:, :1], epochs=8, batch_size=16, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-    assert all((as_numpy(v) != w).any() for v, w in zip(layer.trainable_weights, weights, strict=True))
-    counted = net.buffers()
-    assert model.evaluate(x, x[:, :1], verbose=0) == model.evaluate(x, x[:, :1], verbose=0)
-    assert all((net.buffers()[name] == value).all() for name, value in counted.items())
-
-
-def test_a_flax_module_as_a_keras_layer(worker_of: Workers) -> None:
-    net = worker_of("jax").module("keras_flax:make_classifier")
-    layer = gw.keras.Layer(net)
-    assert sorted(v.name for v in layer.weights) == sorted(n.replace(".", "_") for n in net.parameters())
-    check_noisy_layer(layer, net)
-
-
-@pytest.mark.slow
-def test_r39_keras_with_the_jax_backend_in_a_worker(
-    shared_bridge: gw.Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"python": sys.executable, "path": [HERE / "targets"], "threads": 1}
-    worker = shared_bridge.worker("jax", env={"KERAS_BACKEND": "jax"}, **options)
-    net = worker.module("keras_models:make_noisy")
-    assert (
-        net.training is False and next(iter(net.parameters())) == "dense/kernel" and len(net.buffers()) == 2
-    )
-    check_noisy_layer(gw.keras.Layer(net), net)
-    net.train()
-    x = np.ones((5, 4), "float32")
-    seeded = net.options(seed=5)
-    assert (seeded(x) == seeded(x)).all() and (net(x) != net(x)).any()
-    optimizer, before = net.optimizer("optax:sgd", learning_rate=0.1), net.parameters()
-    y, pullback = net.vjp(np.random.default_rng(0).normal(size=(16, 4)).astype("float32"))
-    pullback(y)
-    optimizer.step()
-    assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
-    monkeypatch.syspath_prepend(str(HERE / "targets"))
-    as_a_remote(worker)
-    masks_cross(worker)
-    worker.close()
-    wrong = shared_bridge.worker("jax", env={"KERAS_BACKEND": "tensorflow"}, **options)
-    with pytest.raises(gw.UsageError, match="KERAS_BACKEND"):
-        wrong.module("keras_models:make_noisy")
-    wrong.close()

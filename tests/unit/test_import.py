@@ -70,6 +70,18 @@ def test_a_face_whose_framework_is_not_here() -> None:
     assert "for programs that have torch" in " ".join(printed_by(code))
 
 
+def test_a_framework_that_a_program_has_forbidden_itself_is_left_alone() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(["torch", "tensorflow", "jax"]))
+import gradwire as gw
+with gw.connect() as bridge:
+    double = bridge.worker("numpy").function("operator:mul")
+    print(double(2.0, 3), double.submit(2.0, 3).result(60), double.options(seed=3)(2.0, 3))
+"""
+    assert " ".join(printed_by(code)) == "6.0 6.0 6.0"
+
+
 def test_threads_may_look_for_the_first_names_at_once() -> None:
     code = """
 import sys, threading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+from gradwire_wire.errors import UsageError
 from gradwire_workers.keras_layers import called_in_layer, frozen, is_keras_layer, regularized, stable_paths
 
 layers = keras.layers
@@ -45,6 +47,13 @@ def sequential() -> Any:
             layers.BatchNormalization(),
         ]
     )
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_model_of_another_backend_says_how_to_start_the_worker(framework: str) -> None:
+    program = importlib.import_module(f"gradwire_workers.{framework}").program
+    with pytest.raises(UsageError, match=rf"tensorflow backend.*KERAS_BACKEND.*{framework}"):
+        program(sequential(), is_module=True)
 
 
 @pytest.mark.parametrize("make", [Built, functional, sequential])

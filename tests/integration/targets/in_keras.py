@@ -22,7 +22,3 @@ model = make()
 
 def apply(x):
     return model(x)
-
-
-def backend():
-    return keras.backend.backend()

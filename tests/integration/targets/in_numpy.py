@@ -97,3 +97,10 @@ def lose_the_next_call():
         Desk._serve = serve
 
     Desk._serve = forget
+
+
+def double(x):
+    return x * 2
+
+
+double.vjp = lambda x: (double(x), lambda y_bar: (2 * y_bar,))
