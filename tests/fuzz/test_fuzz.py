@@ -458,7 +458,7 @@ def test_r57_a_client_of_a_worker_that_lies(folder: Path, chance: random.Random)
         text=True,
     )
     try:
-        output, errors = program.communicate(timeout=SECONDS + 60)
+        output, errors = program.communicate(timeout=SECONDS + 95)
     finally:
         program.kill()
         liar.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -141,14 +142,17 @@ def test_a_late_answer_of_a_planned_call_is_nobodys(worker: gw.Worker) -> None:
     nap = worker.function("in_numpy:nap_for")
     for _ in range(4):
         assert nap(np.array(0.0)) == 0
-    patient = nap.options(timeout=0.7)
-    for _ in range(3):
-        assert patient(np.array(0.001)) == 0.001
+    hasty = nap.options(timeout=0.3)
+    planned = 0
+    while planned < 3:
+        with contextlib.suppress(gw.DeadlineError):  # a busy machine: that answer is late as well
+            assert hasty(np.array(0.001)) == 0.001
+            planned += 1
     with pytest.raises(gw.DeadlineError):
-        patient(np.array(2.0))
+        hasty(np.array(0.8))
     for i in range(4):
         assert nap(np.array(0.001 * i)) == 0.001 * i
-        assert patient.options(timeout=30)(np.array(0.001 * i)) == 0.001 * i
+        assert hasty.options(timeout=60)(np.array(0.001 * i)) == 0.001 * i
 
 
 def test_threads_have_plans_of_their_own(worker: gw.Worker) -> None:

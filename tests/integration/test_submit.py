@@ -8,7 +8,6 @@ import gc
 import os
 import pathlib
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
@@ -274,13 +273,11 @@ def test_a_deadline_counts_from_when_the_worker_could_begin(workers: tuple[gw.Wo
     for future in [patient.submit(small(i), 0.3) for i in range(8)]:
         future.result(30)
     hasty = nap.options(timeout=0.3)
-    start = time.monotonic()
-    late, after = hasty.submit(small(1), 30.0), [double.submit(small(i)) for i in range(20)]
+    late, after = hasty.submit(small(1), 600.0), [double.submit(small(i)) for i in range(20)]
     with pytest.raises(gw.DeadlineError):
-        late.result(20)
-    assert [float(f.result(20)[0]) for f in after] == [2.0 * i for i in range(20)]
+        late.result(60)
+    assert [float(f.result(60)[0]) for f in after] == [2.0 * i for i in range(20)]
     assert workers[0].last_error is not None and isinstance(workers[0].last_error[1], gw.DeadlineError)
-    assert time.monotonic() - start < 20
 
 
 @on_lanes
@@ -316,24 +313,25 @@ def test_a_callback_may_wait_for_another_call(workers: tuple[gw.Worker, gw.Worke
 
 def test_a_thousand_gathered_while_the_loop_goes_on(workers: tuple[gw.Worker, gw.Worker]) -> None:
     double, nap = workers[0].function("any_framework:double"), workers[0].function("submitted:nap")
-    longest = 0.0
+    ticks, after_each = 0, []
 
     async def tick() -> None:
-        nonlocal longest
+        nonlocal ticks
         while True:
-            start = time.monotonic()
-            await asyncio.sleep(0.01)
-            longest = max(longest, time.monotonic() - start)
+            await asyncio.sleep(0.001)
+            ticks += 1
 
     async def act() -> list[Any]:
         ticker = asyncio.create_task(tick())
         await nap.aio(small(0), 0.3)
+        after_each.append(ticks)
         results = await asyncio.gather(*(double.aio(small(i)) for i in range(1000)))
+        after_each.append(ticks)
         ticker.cancel()
         return results
 
     assert [float(y[0]) for y in asyncio.run(act())] == [2.0 * i for i in range(1000)]
-    assert longest < 5
+    assert 3 < after_each[0] < after_each[1] - 3, after_each
 
 
 def test_between_calls_of_other_threads(workers: tuple[gw.Worker, gw.Worker]) -> None:
@@ -364,12 +362,10 @@ def test_closed_with_calls_under_way() -> None:
         worker = bridge.worker("numpy", path=[TARGETS])
         nap = worker.function("submitted:nap")
         futures = [nap.submit(small(i), 0.5) for i in range(100)]
-        start = time.monotonic()
         worker.close()
-        for future in futures[2:]:
+        for future in futures[20:]:  # which would be 40 s later
             with pytest.raises(gw.ClosedError):
-                future.result(20)
-        assert time.monotonic() - start < 20
+                future.result(60)
         for _ in range(12):  # more than there are threads for it
             with pytest.raises(gw.ClosedError):
                 nap.submit(small(0), 0.0).result(20)

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -387,9 +386,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(folder: Path, client: Clien
             sockets.send_nowait(deaf.dealer, [messages.pack(call)])
         except sockets.Unreachable:
             break
-    start = time.monotonic()
     assert (client.call(client.load("double"), full(4))[1][0] == 8).all()
-    assert time.monotonic() - start < 5
     deaf.close()
 
 

@@ -307,16 +307,15 @@ def test_ctrl_c(run: Any) -> None:
     def answer(message: Message) -> list[Any]:
         if not interrupted.is_set():
             interrupted.set()
-            time.sleep(60)
+            timers.append(interrupt_soon())
+            time.sleep(600)
         return twice(message)
 
+    timers: list[threading.Timer] = []
     f = run(remote(ScriptedHandle(answer)))
-    start = time.monotonic()
-    timer = interrupt_soon()
     with pytest.raises(KeyboardInterrupt):
         f(jnp.ones(3))
-    timer.join()
-    assert time.monotonic() - start < 30  # compiling included
+    timers[0].join()
     assert f(jnp.ones(3)).tolist() == [2, 2, 2]
 
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -650,10 +649,9 @@ def test_the_limit_is_not_waited_for_when_nobody_has_anything(
 ) -> None:
     one, _ = join(Memory(limit=MIB))
     monkeypatch.setattr(memory_module.gc, "collect", int)
-    start = time.monotonic()
+    monkeypatch.setattr(memory_module, "COLLECT_S", 600.0)
     with pytest.raises(MemoryExhaustedError):
         one.send(np.ones(2 * MIB, "u1"))
-    assert time.monotonic() - start < memory_module.COLLECT_S
 
 
 # ---- Where memory cannot be shared ------------------------------------------------------------------------------------------------------
@@ -708,10 +706,9 @@ def test_a_full_tether_costs_a_copy_and_no_wait(pair: Pair) -> None:
     one, other = pair
     while one.tether.send_nowait(messages.Collect()):
         pass
-    start = time.monotonic()
     frames: list[Any] = []
     headers = one.exchange.lend([carrier_of(full(1))], frames)
-    assert time.monotonic() - start < 1 and len(frames) == 1 and one.settle() == 0
+    assert len(frames) == 1 and one.settle() == 0
     assert (other.exchange.borrow_all(msgpack.unpackb(msgpack.packb(headers)), frames)[0].array == 1).all()
     other.exchange.receive_segments()
     (y,) = one.send(full(2))

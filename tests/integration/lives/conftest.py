@@ -89,10 +89,10 @@ class Program:
         """The next line it prints; at its end, the test fails with what it wrote to stderr."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, self.process.communicate(timeout=10)[1]
+        assert line, self.process.communicate(timeout=60)[1]
         return line.strip()
 
-    def end(self, timeout_s: float = 20.0) -> tuple[int, str, str]:
+    def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
         """Exit code, stdout and stderr once it has ended."""
         output, errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output, errors
@@ -116,7 +116,7 @@ class Program:
         return [pid for pid, command in self.left().items() if title in command]
 
     def wait_gone(
-        self, timeout_s: float = 5.0, *, but: Collection[int] = (), only: Collection[int] | None = None
+        self, timeout_s: float = 60.0, *, but: Collection[int] = (), only: Collection[int] | None = None
     ) -> dict[int, str]:
         """What of it (or of some of its processes) is still there, once nothing is or the time is up."""
         deadline = time.monotonic() + timeout_s
@@ -153,7 +153,7 @@ def program(standin: Any, tmp_path: Path) -> Iterator[Callable[..., Program]]:
         one.sweep()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     """The condition's first true value; the test fails if there is none in time."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -1,4 +1,7 @@
-"""Everyone leaves when their owner goes, whatever is killed, and whatever they are doing (R51, R53, R56, R61)."""
+"""Everyone leaves when their owner goes, whatever is killed, and whatever they are doing (R51, R53, R56, R61).
+
+What would hold them up sleeps longer than pytest lets a test take, so no clock decides.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ import pytest
 # What the worker is doing when the kill comes.
 LOADS = {
     "idle": {},
-    "holding the GIL in C": {"serving": "import ctypes; ctypes.PyDLL(None).sleep(60)"},
-    "in C without the GIL": {"serving": "import time; time.sleep(60)"},
-    "with a child": {"serving": "import subprocess; subprocess.Popen(['sleep', '61'])"},
-    "with a forked child": {"serving": "import os, time\nif not os.fork(): time.sleep(60); os._exit(0)"},
+    "holding the GIL in C": {"serving": "import ctypes; ctypes.PyDLL(None).sleep(600)"},
+    "in C without the GIL": {"serving": "import time; time.sleep(600)"},
+    "with a child": {"serving": "import subprocess; subprocess.Popen(['sleep', '600'])"},
+    "with a forked child": {"serving": "import os, time\nif not os.fork(): time.sleep(600); os._exit(0)"},
     "ignoring signals": {
         "serving": "import signal\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)"
     },
@@ -30,9 +33,9 @@ facts = standin.worker(link, **{load!r})
 {before}
 time.sleep(0.2)
 print(link._broker._process.pid, facts.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
-FORK = "child = os.fork()\nif not child: time.sleep(60); os._exit(0)"
+FORK = "child = os.fork()\nif not child: time.sleep(600); os._exit(0)"
 
 
 def kill(victims: str, pids: dict[str, int]) -> None:
@@ -55,7 +58,7 @@ def test_r51_nothing_is_left_after_a_kill(
     kill(victims, pids)
     # With program and broker gone, nobody is there to end what the worker had started.
     alone = "broker" in victims and "child" in load
-    assert not one.wait_gone(5.0, only=pids.values() if alone else None)
+    assert not one.wait_gone(only=pids.values() if alone else None)
     if "broker" in victims:
         sweep_for_the_killed()
 
@@ -70,7 +73,7 @@ def test_r51_a_killed_broker_leaves_the_program_alone(
     root = os.environ["XDG_RUNTIME_DIR"]
     (folder,) = [path for path in opened if path.startswith(root) and os.path.isdir(path)]
     os.kill(broker, signal.SIGKILL)
-    assert not one.wait_gone(5.0, but=(one.process.pid,))
+    assert not one.wait_gone(but=(one.process.pid,))
     until(lambda: not os.path.exists(folder))  # which is the program's doing
     assert one.process.poll() is None
 
@@ -83,7 +86,7 @@ def test_r51_a_forked_child_of_the_program_keeps_nothing_alive(
     broker, worker = map(int, one.line().split())
     kill(victims, {"program": one.process.pid, "broker": broker, "worker": worker})
     (child,) = set(one.left()) - {broker, worker, one.process.pid}
-    assert not one.wait_gone(5.0, but=(child,))
+    assert not one.wait_gone(but=(child,))
     assert list(one.left()) == [child]
     if "broker" in victims:
         sweep_for_the_killed()
@@ -96,7 +99,7 @@ def test_r56_killed_while_a_worker_imports_its_framework(
     one = program("""
         link = standin.link()
         print(link._broker._process.pid, flush=True)
-        standin.worker(link, importing="import ctypes; ctypes.PyDLL(None).sleep(60)")
+        standin.worker(link, importing="import ctypes; ctypes.PyDLL(None).sleep(600)")
         """)
     broker = int(one.line())
     (worker,) = until(lambda: one.pids("gradwire worker"))
@@ -107,18 +110,18 @@ def test_r56_killed_while_a_worker_imports_its_framework(
         )
     )
     kill(victims, {"program": one.process.pid, "broker": broker})
-    assert not one.wait_gone(5.0)
+    assert not one.wait_gone()
     if victims == "program+broker":
         sweep_for_the_killed()
 
 
 def test_killed_while_the_broker_starts(program: Callable[..., Any], until: Any) -> None:
     for after_s in (0.0, 0.02, 0.05, 0.1):
-        one = program("print('on', flush=True); link = standin.link(); standin.worker(link); time.sleep(60)")
+        one = program("print('on', flush=True); link = standin.link(); standin.worker(link); time.sleep(600)")
         one.line()
         time.sleep(after_s)
         one.process.kill()
-        assert not one.wait_gone(5.0)
+        assert not one.wait_gone()
 
 
 def test_r51_what_was_left_by_all_killed_is_swept(program: Callable[..., Any], tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_r51_what_was_left_by_all_killed_is_swept(program: Callable[..., Any], t
         one = program(PROGRAM.format(load={}, before=""), env=env)
         broker, worker = map(int, one.line().split())
         kill("broker+program+worker", {"program": one.process.pid, "broker": broker, "worker": worker})
-        assert not one.wait_gone(5.0)
+        assert not one.wait_gone()
         (left,) = root.iterdir()
         other = program(
             "link = standin.link(); print(*os.listdir(os.environ['XDG_RUNTIME_DIR'])); link.close()", env=env
@@ -167,28 +170,24 @@ def test_r53_it_ends_at_once_with_its_own_exit_code(
         f"link = standin.link()\nfacts = standin.worker(link, **{LOADS[load]!r})\nprint('up', flush=True)\n{end}"
     )
     one.line()
-    start = time.monotonic()
     ended, _, errors = one.end()
-    assert time.monotonic() - start < 2.0
     assert ended == code
     assert words in errors
     assert errors.count("Traceback") == (1 if words else 0), errors
-    assert not one.wait_gone(5.0)
+    assert not one.wait_gone()
 
 
 def test_r53_several_links_end_together(program: Callable[..., Any]) -> None:
     one = program(
         """
         links = [standin.link() for _ in range(4)]
-        for link in links: standin.worker(link, serving="import time; time.sleep(60)")
+        for link in links: standin.worker(link, serving="import time; time.sleep(600)")
         print("up", flush=True)
         """
     )
     one.line()
-    start = time.monotonic()
     assert one.end()[0] == 0
-    assert time.monotonic() - start < 2.0
-    assert not one.wait_gone(5.0)
+    assert not one.wait_gone()
 
 
 def test_a_program_that_becomes_another_leaves_its_broker(program: Callable[..., Any]) -> None:
@@ -197,10 +196,10 @@ def test_a_program_that_becomes_another_leaves_its_broker(program: Callable[...,
         link = standin.link()
         facts = standin.worker(link)
         print("up", flush=True)
-        os.execv("/bin/sleep", ["sleep", "60"])
+        os.execv("/bin/sleep", ["sleep", "600"])
         """)
     one.line()
-    assert not one.wait_gone(5.0, but=(one.process.pid,))
+    assert not one.wait_gone(but=(one.process.pid,))
     assert one.process.poll() is None
 
 

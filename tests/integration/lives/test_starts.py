@@ -373,11 +373,9 @@ def test_r65_each_failure_says_what_it_was(worker: Callable[..., Any], importing
 
 
 def test_r65_a_start_that_takes_too_long_says_where_it_hung(worker: Callable[..., Any]) -> None:
-    start = time.monotonic()
     text = failure(
-        worker, importing="def hang():\n    import time; time.sleep(60)\nhang()", start_timeout=1.0
+        worker, importing="def hang():\n    import time; time.sleep(600)\nhang()", start_timeout=1.0
     )
-    assert time.monotonic() - start < 4.0
     assert "was not ready after 1 s; it was importing numpy" in text
     assert "in hang" in text
 
@@ -392,9 +390,11 @@ def test_r65_a_slow_start_says_how_far_it_is(
 ) -> None:
     monkeypatch.setattr(gradwire.broker_link, "FIRST_PROGRESS_S", 0.5)
     monkeypatch.setattr(gradwire.broker_link, "NEXT_PROGRESS_S", 0.5)
+    start = time.monotonic()
     worker(importing="import time; time.sleep(1.2)")
+    most = int((time.monotonic() - start) / 0.5)
     shown = capsys.readouterr().err
-    assert shown.count("worker 'numpy' is still importing numpy") == 2, shown
+    assert 2 <= shown.count("worker 'numpy' is still importing numpy") <= most, shown
 
 
 def test_an_interrupted_wait_ends_the_worker(
