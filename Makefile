@@ -3,7 +3,7 @@
 #
 #   make setup    every environment            make demo     train through three frameworks, three processes
 #   make check    format, lint, types, layers, fast tests    (under 90 s)
-#   make test     every test                                 (under 12 min on 2 cores)
+#   make test     every test                                 (under 10 min on 2 cores)
 #   make fuzz     ten minutes of wrong bytes at every door
 #   make soak     half an hour of calls while workers are killed
 #   make soak-page   ten million calls through one page: none lost, torn or late (some minutes)
@@ -24,8 +24,9 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# pytest runs this many processes; each test file runs whole in one of them, the longest first (tests/conftest.py)
-PROCESSES ?= 2
+# pytest runs this many processes; each test file runs whole in one of them, the longest first (tests/conftest.py).
+# Three on two cores: tests wait a seventh of their time, for deaths, deadlines and programs.
+PROCESSES ?= 3
 PYTEST := .venv/bin/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test check lint fuzz soak soak-page bench bench-peers format clean .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo \

@@ -2,6 +2,8 @@
 
     python tests/integration/left_overs.py [COMMAND...]      (python -m pytest -n 2 --dist loadfile tests)
 
+What is still there `LEFT_OVERS_S` (6) seconds after the command's end is left.
+
 Runs the command under a mark in its environment, which everything inherits that it starts, prints what there is of each
 kind before and after, and exits with 1 if the two differ or the command failed. Descriptors and mappings are those of
 gradwire's memory in any marked process; each test session looks at its own ones besides (tests/conftest.py). Files are
@@ -19,7 +21,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-LEAVING_S = 6.0
+LEAVING_S = float(os.environ.get("LEFT_OVERS_S", "6"))
 MARK = "GRADWIRE_LEFT_OVERS"
 PATTERNS = ("gradwire-*", "gwt-*", "gws-*")
 FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")

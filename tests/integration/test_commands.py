@@ -225,7 +225,7 @@ def test_a_broker_that_does_not_answer_hides_no_other(
 
 def wait_until_stopped(pid: int) -> None:
     """Every thread: a busy machine takes its time."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     tasks = list(Path(f"/proc/{pid}/task").iterdir())
     while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
         assert time.monotonic() < deadline, "it goes on"
@@ -281,11 +281,11 @@ def test_logs_follow_what_is_printed(shell: Path) -> None:
     following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert following.stdout is not None
     assert gradwire("call", "shell_ops.py:scaled", "--arg", "[1.0]", "--broker", "shell").returncode == 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while following.stdout.readline() != "scaling (1,)\n":
         assert time.monotonic() < deadline
     following.send_signal(signal.SIGINT)
-    assert following.communicate(timeout=10)[1] == "" and following.returncode == 0
+    assert following.communicate(timeout=60)[1] == "" and following.returncode == 0
 
 
 def test_a_worker_that_was_stopped_still_tells_its_last_lines(shell: Path) -> None:

@@ -226,7 +226,7 @@ os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 65534, 65534)
 try:
     tether = connect_tether(path, 5)
-    tether.receive(5)
+    tether.receive(60)
 except ConnectError as error: print("ConnectError", error)
 except TetherClosedError: print("hung up")
 else: print("let in")

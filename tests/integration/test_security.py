@@ -150,7 +150,7 @@ def test_a_function_is_called_over_tcp_with_keys(far: str, alice: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert answers == [True] * 80
         with pytest.raises(gw.DeadlineError):
             worker.function("far_ops:sleep").options(timeout=0.2)(1.0)

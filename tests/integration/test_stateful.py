@@ -80,16 +80,16 @@ FORKED = """
 import os, numpy as np, gradwire as gw
 with gw.connect() as bridge:
     double = bridge.worker("numpy", path=[{targets!r}]).function("any_framework:double")
-    double.submit(np.ones(4)).result(10)
+    double.submit(np.ones(4)).result(60)
     child = os.fork()
     if child == 0:
         try:
-            double.submit(np.ones(4)).result(10)
+            double.submit(np.ones(4)).result(60)
         except gw.ForkedError:
             os._exit(0)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    assert (double.submit(np.ones(4)).result(10) == 2).all()
+    assert (double.submit(np.ones(4)).result(60) == 2).all()
 """
 
 

@@ -268,7 +268,7 @@ def _run(lent: spawn.Lent, cwd: Any, prefix: str = "", python: str = sys.executa
         )
     finally:
         spawn.BOOT = before
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     try:
         said = line.receive_nowait()
     except LifelineEnded:
@@ -305,7 +305,7 @@ def test_the_shown_command_line_is_short(lent: spawn.Lent, tmp_path: Any) -> Non
     process, line = spawn.spawn(
         [sys.executable], lent, "lent_one.entry", Doing("x"), "the title", stdout=subprocess.DEVNULL
     )
-    process.wait(30)
+    process.wait(60)
     line.close()
     assert spawn.shown(process) == f"{sys.executable} -c '# the title …' {process.args[-1]}"
 

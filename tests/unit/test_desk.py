@@ -89,7 +89,7 @@ class Client:
             self.ours = Ledger()
             self.tether.send(Hello(1, TOKEN, self.id, os.getpid()), self.ours.descriptors)
             self.ours.close()
-            answer, descriptors = self.tether.receive(5) or (None, [])
+            answer, descriptors = self.tether.receive(60) or (None, [])
             assert type(answer) is Welcome and answer.incarnation == INCARNATION
             self.exchange = Exchange(self.memory, self.tether, Ledger.received(descriptors), self.ours)
 
@@ -148,7 +148,7 @@ def folder() -> Iterator[Path]:
     yield path
     assert process.poll() is None, "the worker died"
     process.stdin.close()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     process.stdout.close()
     shutil.rmtree(path)
 
@@ -187,17 +187,17 @@ def test_R57_a_wrong_greeting_is_refused_and_closed(
     stranger = Client(folder, greet=False)
     ledger = Ledger()
     stranger.tether.send(hello, ledger.descriptors)
-    answer, _ = stranger.tether.receive(5) or (None, [])
+    answer, _ = stranger.tether.receive(60) or (None, [])
     assert type(answer) is Refused and answer.kind == kind and words in answer.message
     with pytest.raises(TetherClosedError):
-        stranger.tether.receive(5)
+        stranger.tether.receive(60)
     stranger.close()
 
 
 def test_R57_two_clients_of_one_id(folder: Path, client: Client) -> None:
     stranger, ledger = Client(folder, greet=False), Ledger()
     stranger.tether.send(Hello(1, TOKEN, client.id, 1), ledger.descriptors)
-    assert type((stranger.tether.receive(5) or (None,))[0]) is Refused
+    assert type((stranger.tether.receive(60) or (None,))[0]) is Refused
     stranger.close()
 
 
@@ -207,7 +207,7 @@ def test_R57_a_ledger_that_is_none(nbytes: int, folder: Path, client: Client) ->
     os.ftruncate(fd, nbytes)
     stranger = Client(folder, greet=False)
     stranger.tether.send(Hello(1, TOKEN, stranger.id, 1), [fd])
-    assert type((stranger.tether.receive(5) or (None,))[0]) is Refused
+    assert type((stranger.tether.receive(60) or (None,))[0]) is Refused
     close_all([fd])
     stranger.close()
 
@@ -215,7 +215,7 @@ def test_R57_a_ledger_that_is_none(nbytes: int, folder: Path, client: Client) ->
 def test_a_client_that_cannot_share_memory_gets_frames(folder: Path) -> None:
     stranger = Client(folder, greet=False)
     stranger.tether.send(Hello(1, TOKEN, stranger.id, 1))
-    _, descriptors = stranger.tether.receive(5) or (None, [])
+    _, descriptors = stranger.tether.receive(60) or (None, [])
     stranger.memory.is_shared = False
     stranger.exchange = Exchange(
         stranger.memory, stranger.tether, Ledger.received(descriptors), Ledger.received([])
@@ -564,5 +564,5 @@ def test_a_tether_that_says_nonsense_ends_its_session_alone(folder: Path, client
     assert isinstance(other.tether, Tether)
     other.tether.send(Welcome(1, b"", 1, True, True))
     with pytest.raises(TetherClosedError):
-        other.tether.receive(5)
+        other.tether.receive(60)
     other.close()

@@ -117,7 +117,7 @@ def test_a_program_dropped_while_it_runs(kept: int, monkeypatch: pytest.MonkeyPa
     go_on = threading.Event()
 
     def answer(message: Any) -> Any:
-        go_on.wait(20)
+        go_on.wait(60)
         return message.carriers
 
     slow = jax.jit(lambda b: (b @ b)[0, :3] * 0 + 1)

@@ -1019,7 +1019,7 @@ class Process:
 
     def close(self) -> None:
         self.talk.close()
-        assert self.process.wait(30) == 0
+        assert self.process.wait(60) == 0
         self.tether.close()
         self.exchange.end()
         self.memory.close()

@@ -76,7 +76,7 @@ def marked(ledger: Ledger, loan: int = 1) -> bool:
 
 
 def marked_soon(ledger: Ledger) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (is_marked := marked(ledger)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return is_marked

@@ -136,7 +136,7 @@ class Program:
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @pytest.fixture
