@@ -103,4 +103,5 @@ def double(x):
     return x * 2
 
 
+double.spec = lambda x: x
 double.vjp = lambda x: (double(x), lambda y_bar: (2 * y_bar,))
