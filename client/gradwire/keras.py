@@ -60,8 +60,9 @@ class Layer(keras.layers.Layer):
     are the caller's from then on. What `Remote.requires_grad_` has frozen stays in the worker; ``layer.trainable = False``
     freezes the rest, as in any layer, and a Keras module in the worker with it: its BatchNorm is in inference mode then.
     What the regularizers of a Keras module and its ``add_loss`` collect in a call becomes losses of this layer, with their
-    gradients; masks that Keras has attached to inputs go to a Keras module, and those of its results come back. Buffers (BatchNorm's statistics) stay in the worker and move once for each call in
-    training mode; weight files have them all the same, but ``get_weights`` and who goes back by it have not
+    gradients; masks that Keras has attached to inputs go to a Keras module, and those of its results come back.
+    Buffers (BatchNorm's statistics) stay in the worker and move once for each call in training mode; weight files and
+    `tf.train.Checkpoint` have them all the same, but ``get_weights`` and who goes back by it have not
     (``EarlyStopping(restore_best_weights=True)``). With ``buffers="explicit"`` they are non-trainable weights here, like
     those of other layers, and a call changes nothing in the worker.
 
@@ -128,6 +129,7 @@ class Layer(keras.layers.Layer):
             trainable=trainable,
             autocast=False,
         )
+        setattr(self, f"_own_{name}", variable)  # where TensorFlow's checkpoints look for it
         kept = keras.backend.standardize_dtype(variable.value.dtype)
         if kept != dtype:
             raise DtypeError(
@@ -253,11 +255,29 @@ class Layer(keras.layers.Layer):
         if problems:
             hint = "" if self._has_weights else ". It has no weights yet: call it once"
             raise UsageError(f"{self.name}: nothing was loaded: {'; '.join(problems)}{hint}")
+        self._load_remote_buffers(found)
+        for name, variable in variables.items():
+            variable.assign(self._resident(found[name]))
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        """The buffers that the worker has, for `tf.train.Checkpoint`.
+
+        The names are without the dot, which TensorFlow writes in one way and looks for in another.
+        """
+        buffers = self._remote_buffers()
+        return {key.replace(".", "_"): keras.ops.convert_to_tensor(x) for key, (_, x) in buffers.items()}
+
+    def _restore_from_tensors(self, restored: Mapping[str, Any]) -> None:
+        """The same back; nothing where this is traced for a SavedModel, which never has the worker."""
+        if all(hasattr(x, "numpy") for x in restored.values()):
+            found = {key: to_numpy(restored[key.replace(".", "_")]) for key in self._remote_buffers()}
+            self._load_remote_buffers(found)
+
+    def _load_remote_buffers(self, found: Mapping[str, np.ndarray]) -> None:
+        buffers = self._remote_buffers()
         if buffers:
             state = {name: found[key].astype(value.dtype) for key, (name, value) in buffers.items()}
             self.remote.load_state_dict(state, strict=False)
-        for name, variable in variables.items():
-            variable.assign(self._resident(found[name]))
 
     def _warn_of_extra_states(self) -> None:
         own = self.remote.options(family="numpy")

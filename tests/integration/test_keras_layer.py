@@ -380,6 +380,24 @@ def test_a_weight_file_says_what_it_leaves_out(worker_of: Workers, tmp_path: Pat
             model.save_weights(tmp_path / "w.weights.h5")
 
 
+@pytest.mark.parametrize("buffers", ["worker", "explicit"])
+def test_r39_tensorflows_checkpoints_have_weights_and_statistics(
+    worker_of: Workers, tmp_path: Path, buffers: str
+) -> None:
+    x, path = tf.constant(X[:, :5], "float32"), str(tmp_path / "saved")
+    layers = [
+        gw.keras.Layer(worker_of("torch").module("keras_torch:make_block", "float32"), buffers=buffers)
+        for _ in range(2)
+    ]
+    layers[0](x, training=True)
+    layers[0].trainable_weights[0].assign_add(tf.ones_like(layers[0].trainable_weights[0]))
+    y = layers[0](x)
+    assert (as_numpy(layers[1](x)) != as_numpy(y)).any()
+    tf.train.Checkpoint(part=layers[0]).write(path)
+    tf.train.Checkpoint(part=layers[1]).read(path).assert_consumed()
+    np.testing.assert_array_equal(layers[1](x), y)
+
+
 def test_generations_a_step_in_the_worker_a_load_and_a_restart(
     shared_bridge: gw.Bridge, torch_python: Any
 ) -> None:
