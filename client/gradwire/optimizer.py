@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
 from gradwire.regularizers import warn_of_regularizers
 from gradwire_wire.errors import UsageError
@@ -69,7 +70,7 @@ class Optimizer:
         target: called with the kwargs, and in torch with the optimizer first; a function of the user's may combine
         several.
         """
-        self._change("schedule", target, kwargs)
+        self._change("schedule", checked_target(target), kwargs)
 
     def state_dict(self) -> Any:
         """Its moments, counts, options and schedules: a tree of tensors, copies, and scalars."""

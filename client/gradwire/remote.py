@@ -31,6 +31,7 @@ from gradwire.families import (
 from gradwire.handle import Handle
 from gradwire.optimizer import Optimizer
 from gradwire.options import Options
+from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
 from gradwire.pullback import Pullback
 from gradwire.regularizers import warn_of_regularizers
@@ -293,7 +294,8 @@ class Remote:
         groups = None if parameters is None else [checked_group(g) for g in parameters]
         settings = {} if groups is None else {"groups": groups}
         warn_of_regularizers(self)
-        return Optimizer(self, target, self._change("optimizer", target, kwargs, **settings))
+        number = self._change("optimizer", checked_target(target), kwargs, **settings)
+        return Optimizer(self, target, number)
 
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         barrier()  # or this would overtake what a compiled program has dispatched, and what was submitted

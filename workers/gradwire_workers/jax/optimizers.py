@@ -60,8 +60,9 @@ class OptaxOptimizer:
         if not any(n in gradients for names in moving for n in names):
             raise UsageError(
                 f"{self._name}: step() with no gradient accumulated since the last zero_grad(), so nothing would be learned. "
-                "Call a pullback of this module first; a module that is the first stage is reached through its anchor "
-                "(gw.jax.functional(net, owner='worker'))"
+                "Call a pullback of this module first. In JAX a module that is the first stage is reached through its anchor "
+                "(gw.jax.functional(net, owner='worker')); in torch and TensorFlow give it their tensors: a call with numpy "
+                "arrays alone gives numpy, which nothing records"
             )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm must be a positive number, not {clip_norm!r}")

@@ -164,9 +164,10 @@ class TensorFlowOptimizer:
         }
         if not gradients:
             raise UsageError(
-                f"{self._name}.step(): no gradients were accumulated since they were last zeroed. Pull back through the "
-                "module first; where nothing before it is differentiated, it needs the anchor (gw.jax.functional(net, "
-                'owner="worker"))'
+                f"{self._name}.step(): no gradients were accumulated since they were last zeroed. "
+                "Call a pullback of this module first. In JAX a module that is the first stage is reached through its anchor "
+                "(gw.jax.functional(net, owner='worker')); in torch and TensorFlow give it their tensors: a call with numpy "
+                "arrays alone gives numpy, which nothing records"
             )
         norm = None
         if clip_norm is not None:

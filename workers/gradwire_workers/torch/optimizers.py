@@ -75,8 +75,9 @@ class TorchOptimizer:
         if not moved:
             raise UsageError(
                 f"{self._name}.step(): no gradient was accumulated since the last zero_grad(), so nothing would be learned. "
-                "Call a pullback of this module first; a module that is the first stage is reached through its anchor "
-                "(gw.jax.functional(net, owner='worker'))"
+                "Call a pullback of this module first. In JAX a module that is the first stage is reached through its anchor "
+                "(gw.jax.functional(net, owner='worker')); in torch and TensorFlow give it their tensors: a call with numpy "
+                "arrays alone gives numpy, which nothing records"
             )
         norm = None if clip_norm is None else self._clip(moved, clip_norm)
         self._move(moved)
