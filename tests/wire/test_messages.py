@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import msgpack
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire_wire import messages
+from gradwire_wire import control, messages
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ProtocolError, UsageError
 from gradwire_wire.headers import Header, packed
@@ -38,7 +39,7 @@ from gradwire_wire.messages import (
     pack,
     unpack,
 )
-from gradwire_wire.structures import flatten
+from gradwire_wire.structures import flatten, reading
 
 F32 = BY_NAME["float32"]
 HEADERS = [
@@ -244,3 +245,24 @@ def test_a_message_longer_than_its_reader_allows_is_not_sent() -> None:
     with pytest.raises(UsageError, match="larger tensors"):
         pack(Load(1, "function", "a:b", bytes(MAX_MESSAGE), []))
     assert len(pack(Load(1, "function", "a:b", bytes(MAX_MESSAGE - 100), []))) <= MAX_MESSAGE
+
+
+@pytest.mark.parametrize("module", [messages, control, reading])
+def test_r62_what_a_handler_raises_while_bytes_are_read_is_no_fault_of_theirs(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the TimeoutError of an alarm: whoever set it catches that."""
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise TimeoutError("of an alarm")
+
+    for name in ("_unpack", "msgpack"):
+        if hasattr(module, name):
+            monkeypatch.setattr(
+                module, name, interrupted if name == "_unpack" else Namespace(unpackb=interrupted)
+            )
+    with pytest.raises(TimeoutError, match="of an alarm"):
+        module.unpack(*([b"x", int] if module is reading else [b"x"]))
+    monkeypatch.undo()
+    with pytest.raises(ProtocolError):
+        module.unpack(*([b"\xc1", int] if module is reading else [b"\xc1"]))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional
 import msgpack
 
 from gradwire_wire.errors import ProtocolError, UsageError
+from gradwire_wire.interruption import came_from_parsing
 from gradwire_wire.vocabulary import Vocabulary
 
 __all__ = [
@@ -327,6 +328,8 @@ def unpack(frame: bytes) -> Any:
         raise ProtocolError(f"a message of {len(frame)} bytes is longer than {MAX_MESSAGE}")
     try:
         raw = msgpack.unpackb(frame, unicode_errors="surrogateescape")
-    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+    except Exception as error:
+        if not came_from_parsing(error):
+            raise
         raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from error
     return _VOCABULARY.from_array(raw)

@@ -10,10 +10,11 @@ ours that take a while postpone it instead, to the next call of the thread that 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 
-__all__ = ["came_from_handler", "postpone", "postponed", "raise_postponed"]
+__all__ = ["came_from_handler", "came_from_parsing", "postpone", "postponed", "raise_postponed"]
 
 postponed: deque[BaseException] = deque()
 """What is still to be raised; looked at before each call."""
@@ -28,6 +29,21 @@ def came_from_handler(error: BaseException, depth: int = 0) -> bool:
     for _ in range(depth + 1):
         frame = None if frame is None else frame.tb_next
     return frame is not None
+
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def came_from_parsing(error: BaseException) -> bool:
+    """Whether what msgpack, or what we do in its stead, was given is to blame; otherwise a handler was run meanwhile.
+
+    msgpack raises many kinds, and may have frames of its own.
+    """
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    file = "" if innermost is None else innermost.tb_frame.f_code.co_filename
+    return os.path.abspath(file).startswith(_OURS) or "msgpack" in file
 
 
 def postpone(error: BaseException) -> None:

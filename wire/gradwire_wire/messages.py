@@ -14,6 +14,7 @@ from typing import Any, Callable, NamedTuple, Sequence, Union
 import msgpack
 
 from gradwire_wire.errors import ProtocolError, UsageError, shown
+from gradwire_wire.interruption import came_from_parsing
 
 __all__ = [
     "KEEP",
@@ -329,7 +330,9 @@ def unpack(frame: bytes) -> Any:
         raise ProtocolError(f"a message of {len(frame)} bytes is longer than {MAX_MESSAGE}")
     try:
         raw = _unpack(frame, strict_map_key=False)
-    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+    except Exception as error:
+        if not came_from_parsing(error):
+            raise
         raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from error
     if type(raw) is list:
         shape = _known_shapes.get(tuple(map(type, raw)))

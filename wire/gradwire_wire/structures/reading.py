@@ -10,6 +10,7 @@ from typing import Any, Callable
 import msgpack
 
 from gradwire_wire.errors import ProtocolError, shown
+from gradwire_wire.interruption import came_from_parsing
 from gradwire_wire.structures.format import (
     COMPLEX,
     DATACLASS,
@@ -40,13 +41,13 @@ def unpack(packed: bytes, leaf: Callable[[int], Any], depth: int = 0) -> Any:
         return read(packed, ext_hook=partial(_extension, leaf, depth), strict_map_key=False, raw=False)
     except ProtocolError:
         raise
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise ProtocolError(f"a structure is not well formed: TypeError: {error}") from error
-        raise ProtocolError(
-            f"a dict in it has a tensor as a key ({error}): send it with plain numbers as keys"
-        ) from error
-    except Exception as error:  # msgpack raises many kinds, all of them about these bytes
+    except Exception as error:
+        if not came_from_parsing(error):
+            raise
+        if isinstance(error, TypeError) and "unhashable" in str(error):
+            raise ProtocolError(
+                f"a dict in it has a tensor as a key ({error}): send it with plain numbers as keys"
+            ) from error
         raise ProtocolError(f"a structure is not well formed: {type(error).__name__}: {error}") from error
 
 
