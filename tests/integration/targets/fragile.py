@@ -16,6 +16,19 @@ def double(x: Any) -> Any:
     return x * 2
 
 
+def until_there(x: Any, path: str) -> Any:
+    """Returns once the caller's program has made that file."""
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return x
+
+
+def tell_and_nap(x: Any, path: str, seconds: float) -> Any:
+    """Makes that file first."""
+    Path(path).touch()
+    return nap(x, seconds)
+
+
 def nap(x: Any, seconds: float) -> Any:
     time.sleep(seconds)
     return x
