@@ -112,7 +112,7 @@ soak: .venv
 	GRADWIRE_SOAK_S=50 .venv/bin/python -m pytest tests/integration/test_field_reports_processes.py -k 20_000
 
 # One question a module, each writes build/NAME.json; all of them run, and make fails where one has missed a limit.
-BENCHMARKS := roundtrip start checks training idle flat $(notdir $(basename $(wildcard benchmarks/limits.py)))
+BENCHMARKS := roundtrip start checks training endings idle flat $(notdir $(basename $(wildcard benchmarks/limits.py)))
 
 bench: setup
 	@mkdir -p build; missed=; for name in $(BENCHMARKS); do \

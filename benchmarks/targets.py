@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 _RESULT = np.arange(64 << 20, dtype=np.uint8)
@@ -29,3 +31,9 @@ square.vjp = lambda x: (x * x, lambda y_bar: (2 * x * y_bar,))  # type: ignore[a
 def fails(x: np.ndarray) -> np.ndarray:
     """Raises."""
     raise ValueError("as it should")
+
+
+def nap(x: np.ndarray, seconds: float) -> np.ndarray:
+    """Sleeps in C."""
+    time.sleep(seconds)
+    return x
