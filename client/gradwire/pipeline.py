@@ -10,8 +10,8 @@ at once, and puts it behind the others; a single thread per connection, started 
     Future.result() ◄── complete ◄── decode ◄── lane        (the pump: one thread, asleep while nothing is under way)
 
 What is unsent goes to a worker that has nothing to do at once, and else in packets of several calls, which a worker serves
-without a sleep in between: that is what makes it faster than calls in turn. Answers come in the order of the
-calls. ``_lock`` guards the order and the window; nobody waits, sends or runs foreign code while holding it. Locks are taken in
+without a sleep in between: that is what makes it faster than calls in turn; and the pump lets answers gather
+where many are under way (`gradwire.pauses`). Answers come in the order of the calls. ``_lock`` guards the order and the window; nobody waits, sends or runs foreign code while holding it. Locks are taken in
 this order: ``_lock``, a future's, ``_finished``, for which whoever wants a result waits (`gradwire.futures`). Callbacks of others
 than ours run in the background's threads, since they may wait for what the pump is to bring.
 
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.background import Background, is_ours, no_thread, raising
 from gradwire.endings import without_frames
 from gradwire.futures import OVER, RUNNING, CallFuture, belongs_to, finish
+from gradwire.pauses import PAUSE_S, Pauses
 from gradwire.replies import reply_in
 from gradwire.submissions import Coder, Elsewhere, Strange, Submission
 from gradwire_wire import sockets
@@ -84,6 +85,7 @@ class Pipeline:
         self._blocked = 0
         self._is_idle = self._is_over = False
         self._since = 0.0
+        self._pauses = Pauses()
         self._thread: threading.Thread | None = None
 
     submission = Submission
@@ -253,7 +255,11 @@ class Pipeline:
         finally:
             self._make_room(done)
             self._complete(done)
+            answers = len(done)
             done.clear()
+        if self._pauses.is_next(answers, len(self._under_way)):
+            time.sleep(PAUSE_S)
+            self._pauses.took(len(self._under_way))
 
     def _note(self, received: Any, done: list[Any]) -> None:
         """One answer: whose it is and what it says."""
