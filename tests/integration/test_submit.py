@@ -321,15 +321,20 @@ def test_a_thousand_gathered_while_the_loop_goes_on(workers: tuple[gw.Worker, gw
             await asyncio.sleep(0.001)
             ticks += 1
 
+    async def napping() -> int:
+        await nap.aio(small(0), 0.3)
+        return ticks
+
     async def act() -> list[Any]:
         ticker = asyncio.create_task(tick())
         calls = [double.aio(small(i)) for i in range(1000)]  # more than may be under way
-        results = await asyncio.gather(nap.aio(small(0), 0.3), *calls)
+        results = await asyncio.gather(napping(), *calls)
         ticker.cancel()
-        return results[1:]
+        return results
 
-    assert [float(y[0]) for y in asyncio.run(act())] == [2.0 * i for i in range(1000)]
-    assert ticks > 3, "they waited behind a nap, and so did the loop"
+    ticks_of_nap, *results = asyncio.run(act())
+    assert [float(y[0]) for y in results] == [2.0 * i for i in range(1000)]
+    assert ticks_of_nap > 3, "the calls waited behind a nap, and so did the loop"
 
 
 def test_between_calls_of_other_threads(workers: tuple[gw.Worker, gw.Worker]) -> None:
