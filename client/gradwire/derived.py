@@ -45,6 +45,11 @@ class Derived:
         if self.moves < 0:
             self.moves = self.handle.moves
 
+    @property
+    def only_accumulates(self) -> bool:
+        """Whether this pullback is for what it adds in the worker alone: the anchor's cotangent is zero, whatever comes back."""
+        return self.accumulate and not self.keep and self.word[-1][1] == (0,)
+
     def then(self, op: tuple[Any, ...], *, accumulate: bool = False) -> Derived:
         """The derivative ``op`` of this function, at a token of this function's evaluation."""
         return Derived(self.handle, self.site, (*self.word, op), len(self.word), accumulate, moves=self.moves)

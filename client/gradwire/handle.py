@@ -88,6 +88,8 @@ class Handle:
     def _there(self) -> Connection:
         """The same without a word about what was lost."""
         connection = self._connect()
+        if connection is self._loaded:
+            return connection
         with self._lock:
             if connection is not self._loaded:
                 self._load(connection)

@@ -267,14 +267,12 @@ class Frame:
         return loans
 
     @property
-    def dtypes(self) -> list[DType] | None:
-        """Of the tensors, where all of them lie in the frame; then `take_arrays` will do."""
-        if self._lent or None in self.avals:
-            return None
-        return [aval.dtype for aval in self.avals]  # type: ignore[union-attr]
+    def dtypes(self) -> list[DType | None] | None:
+        """Of the tensors (None: one that is left out), where all of them lie in the frame; then `take_arrays` will do."""
+        return None if self._lent else [None if aval is None else aval.dtype for aval in self.avals]
 
-    def take_arrays(self) -> list[np.ndarray]:
-        """Copies of the tensors, in C order."""
+    def take_arrays(self) -> list[np.ndarray | None]:
+        """Copies of the tensors, in C order; None for one that is left out."""
         return self._copies() if self._lone is None else [self._lone.copy()]
 
     def _copies(self) -> list[Any]:

@@ -80,11 +80,11 @@ class Plan:
     def expect_arrays(self, adopter: Callable[[DType], Any]) -> None:
         """Where all operands lie in the frame: how fresh arrays become tensors of the engine."""
         dtypes = self._frame.dtypes
-        found = None if dtypes is None else [adopter(dtype) for dtype in dtypes]
+        found = None if dtypes is None else [_left_out if d is None else adopter(d) for d in dtypes]
         self.adopters = None if found is None or None in found else found
 
     def take_tensors(self) -> list[Any]:
-        """The operands as tensors, after `expect_arrays` has found ``adopters``."""
+        """The operands as tensors (None: one that is left out), after `expect_arrays` has found ``adopters``."""
         adopters, arrays = self.adopters, self._frame.take_arrays()
         if len(arrays) == 1:
             return [adopters[0](arrays[0])]  # type: ignore[index]
@@ -131,6 +131,10 @@ class Plan:
             self._exchange.take_back_loans(loans)
             raise
         return True
+
+
+def _left_out(_: None) -> None:
+    """What stands for an operand that is not in the frame."""
 
 
 def _is_alike(carriers: Sequence[Carrier | None], answer: Frame) -> bool:

@@ -15,7 +15,7 @@ import torch
 from gradwire.derived import Derived
 from gradwire.site import Site
 from gradwire.torch.compiled import traced
-from gradwire.torch.nodes import apply, are_constants, records_nothing
+from gradwire.torch.nodes import apply, is_quiet, record, records_nothing
 from gradwire_wire.errors import RemoteError, UsageError
 from gradwire_wire.structures import fill
 from gradwire_wire.tensors import numpy as numpy_tensors
@@ -57,14 +57,17 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
             "call out of checkpoint (its graph is in the worker anyway), give options(seed=...), or call it in eval mode"
         )
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
-    if site.accumulate and torch.is_grad_enabled():
-        site = site.with_anchor_alone if are_constants(tensors) else site.with_anchor
-        tensors = [_anchor(), *tensors]
+    is_recorded = torch.is_grad_enabled()
+    has_plain_graph = is_quiet()
+    are_constants = has_plain_graph and not (is_recorded and any([x.requires_grad for x in tensors]))
+    if site.accumulate and is_recorded:
+        site = site.with_anchor_alone if are_constants else site.with_anchor
+        tensors, are_constants = [_anchor(), *tensors], False
     try:
-        if records_nothing(site.accumulate, tensors):
+        if are_constants:
             return handle.invoke(site, (), [export(x) for x in tensors]).tree(adopt)
         fn = Derived(handle, site)
-        results = list(apply(fn, tensors))
+        results = list(record(fn, tensors) if has_plain_graph else apply(fn, tensors))
     except RemoteError as error:
         if _is_any_autocast_enabled():
             error.add_note(_ABOUT_AUTOCAST)

@@ -34,6 +34,8 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
         outcome = fn.invoke([_ANCHOR, *map(export, operands[1:])], name)
     else:
         outcome = fn.invoke(list(map(export, operands)), name)
+    if fn.only_accumulates:
+        return [None], None
     results = outcome.adopted(adopt)
     if not fn.keep:
         return results, None

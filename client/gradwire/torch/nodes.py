@@ -31,7 +31,7 @@ from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import aval, torch_dtype
 
-__all__ = ["apply", "are_constants", "records_nothing"]
+__all__ = ["apply", "is_quiet", "record", "records_nothing"]
 
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _functorch_levels = torch._C._functorch.get_interpreter_stack
@@ -39,6 +39,7 @@ _modes_active = torch._C._len_torch_dispatch_stack
 _will_execute = torch._C._will_engine_execute_node
 _is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 _saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
 _VMAP = torch._C._functorch.TransformType.Vmap
 _GRAD = torch._C._functorch.TransformType.Grad
 
@@ -52,27 +53,31 @@ def apply(fn: Derived, operands: Sequence[Any], token: Any = None) -> Sequence[A
         fn.keep = int(fn.site.residuals == "keep" and _is_differentiated(operands))
         return _Transformed.apply(fn, *operands, token)[:-1]
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-        fn.keep = int(fn.site.residuals == "keep")
-    elif forward_ad._current_level >= 0:
+        return record(fn, operands, token)
+    if forward_ad._current_level >= 0:
         fn.keep = int(fn.site.residuals == "keep" and any(map(_is_dual, operands)))
     else:
         return _evaluate(fn, token, operands)[0]
     return _Node.apply(fn, *operands, token)
 
 
+def record(fn: Derived, operands: Sequence[Any], token: Any = None) -> Sequence[Any]:
+    """`apply` where plain autograd records, and no transform is active."""
+    fn.keep = int(fn.site.residuals == "keep")
+    if _is_wrapped is None or any(map(_is_wrapped, operands)):  # of a transform that is over
+        return _Node.apply(fn, *operands, token)
+    return _apply_node(fn, *operands, token)
+
+
+def is_quiet() -> bool:
+    """Whether no transform and no mode would see a call: there is plain autograd, or nothing."""
+    return _functorch_level() is None and not _modes_active() and forward_ad._current_level < 0
+
+
 def records_nothing(accumulates: bool, operands: Sequence[torch.Tensor]) -> bool:
     """Whether a plain call would be evaluated and nothing else. accumulates: as of its site."""
-    if _functorch_level() is not None or _modes_active() or forward_ad._current_level >= 0:
-        return False
     is_graph_recorded = torch.is_grad_enabled() and (accumulates or any(x.requires_grad for x in operands))
-    return not is_graph_recorded and not torch._C._is_tracing()
-
-
-def are_constants(operands: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody will ask for a derivative by these: in a local graph they would have no place."""
-    if _functorch_level() is not None or _modes_active() or forward_ad._current_level >= 0:
-        return False
-    return not any(x.requires_grad for x in operands)
+    return is_quiet() and not is_graph_recorded and not torch._C._is_tracing()
 
 
 def _evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -102,8 +107,8 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, fn: Derived, *operands_and_token: Any) -> Any:
         *operands, token = operands_and_token
         results, kept = _evaluate(fn, token, operands)
-        _remember(ctx, fn, operands, results, kept)
-        if exact := [y for y in results if y is not None and not _inexact(y)]:
+        exact = _remember(ctx, fn, operands, results, kept)
+        if exact:
             ctx.mark_non_differentiable(*exact)
         return tuple(results)
 
@@ -116,6 +121,10 @@ class _Node(torch.autograd.Function):
         kept, *duals = _saved(ctx)
         primals = [forward_ad.unpack_dual(x).primal for x in duals]
         return _tangent(ctx, kept, primals, tangents[:-1])
+
+
+_apply_node = super(torch.autograd.Function, _Node).apply
+"""`_Node.apply` without its look at transforms, which takes half as long as all the rest of it."""
 
 
 class _Transformed(torch.autograd.Function):
@@ -134,8 +143,8 @@ class _Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         fn, *operands, _ = inputs
         *results, kept = output
-        _remember(ctx, fn, operands, results, kept)
-        ctx.mark_non_differentiable(*(y for y in output if y is not None and not _inexact(y)))
+        exact = _remember(ctx, fn, operands, results, kept)
+        ctx.mark_non_differentiable(*exact, *([] if kept is None else [kept]))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -201,14 +210,21 @@ def _row(x: Any, mapped: bool) -> Aval:
     return Aval(shape[1:] if mapped else shape, dtype)
 
 
-def _remember(ctx: Any, fn: Derived, operands: Sequence[Any], results: Sequence[Any], kept: Any) -> None:
+def _remember(ctx: Any, fn: Derived, operands: Sequence[Any], results: Sequence[Any], kept: Any) -> list[Any]:
+    """Note what derivatives need; the results that have none, as they are of an exact type.
+
+    likes: shape and dtype of each result, or None. inexact: which have a cotangent or tangent; None for all of them.
+    """
     ctx.fn = fn
     ctx.likes = [None if y is None else (y.shape, y.dtype) for y in results]
+    exact = [y for y in results if y is not None and not _inexact(y)]
+    ctx.inexact = None if not exact else [i for i, y in enumerate(results) if y is None or _inexact(y)]
     ctx.set_materialize_grads(False)
     ctx.kept = kept if _are_copies_saved() else None
     ctx.save_for_backward(kept, *operands)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(kept, *operands)
+    return exact
 
 
 def _are_copies_saved() -> bool:
@@ -227,35 +243,27 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     return (kept if ctx.kept is None else ctx.kept, *operands)
 
 
-def _differentiable(ctx: Any) -> list[int]:
-    """Which results have a cotangent or tangent. (None: of a pullback, and so as inexact as its operand.)"""
-    return [i for i, like in enumerate(ctx.likes) if like is None or _inexact_dtype(like[1])]
-
-
-def _inexact_dtype(dtype: Any) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
     """A cotangent, or None, for each operand of the function that ``ctx`` remembers."""
     fn = ctx.fn
     kept, *operands = _saved(ctx)
     found: list[Any] = [None] * len(operands)
-    given = {i: cotangents[i] for i in _differentiable(ctx)}
-    if all(c is None for c in given.values()):
+    given = cotangents if ctx.inexact is None else [cotangents[i] for i in ctx.inexact]
+    absent = [k for k, c in enumerate(given) if c is None]
+    if len(absent) == len(given):
         return found
-    _refuse_legacy_batches(fn, given.values())
-    anchored, needed = fn.site.anchored, ctx.needs_input_grad[1:]
+    _refuse_legacy_batches(fn, given)
+    anchored, needed = fn.site.anchored, ctx.needs_input_grad
     accumulate = anchored and fn.site.accumulate and _reaches_anchor(ctx)
-    wrt = tuple(
-        i for i, x in enumerate(operands) if needed[i] and _inexact(x) and (i or not anchored or accumulate)
-    )
+    first = int(anchored and not accumulate)
+    wrt = tuple([i for i in range(first, len(operands)) if needed[i + 1] and _inexact(operands[i])])
     if wrt:
-        dense = [_zeros(ctx, i, operands) if c is None else c for i, c in given.items()]
-        pullback = fn.then(("T", wrt, len(dense)), accumulate=accumulate)
-        if not fn.word:
-            pullback.absent = [len(operands) + k for k, c in enumerate(given.values()) if c is None]
-        for i, c in zip(wrt, apply(pullback, (*operands, *dense), kept), strict=True):
+        pullback = fn.then(("T", wrt, len(given)), accumulate=accumulate)
+        if absent:
+            given = _filled(ctx, given, operands)
+            if not fn.word:
+                pullback.absent = [len(operands) + k for k in absent]
+        for i, c in zip(wrt, apply(pullback, (*operands, *given), kept), strict=True):
             found[i] = c
     if anchored:
         found[0] = None  # what is accumulated is in the worker
@@ -281,6 +289,12 @@ def _reaches_anchor(ctx: Any) -> bool:
     return node is not None and _will_execute(node)
 
 
+def _filled(ctx: Any, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Cotangents of the results that have one, with zeros in place of None."""
+    places = range(len(cotangents)) if ctx.inexact is None else ctx.inexact
+    return [_zeros(ctx, i, operands) if c is None else c for i, c in zip(places, cotangents, strict=True)]
+
+
 def _zeros(ctx: Any, index: int, operands: Sequence[Any]) -> Any:
     like = ctx.likes[index]
     return zeros_like_result(ctx.fn, index, operands) if like is None else torch.zeros(like[0], dtype=like[1])
@@ -294,6 +308,7 @@ def _tangent(ctx: Any, kept: Any, primals: Sequence[Any], tangents: Sequence[Any
     if moving:
         tangent = ctx.fn.then(("J", tuple(moving)))
         every = apply(tangent, (*primals, *(tangents[i] for i in moving)), kept)
-        for i, d in zip(_differentiable(ctx), every, strict=True):
+        places = range(len(every)) if ctx.inexact is None else ctx.inexact
+        for i, d in zip(places, every, strict=True):
             found[i] = None if ctx.likes[i] is None else d
     return tuple(found)

@@ -8,13 +8,15 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from gradwire_wire.carriers import Carrier
+from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ResidualLostError, UsageError
 from gradwire_workers.program import Residual
 from gradwire_workers.torch.tape import filled, is_inexact, leaves_of, pull, push
 
 __all__ = ["ZERO", "Kept", "KeptRows", "is_of_earlier_calls", "nodes_made", "own_leaves", "saved_nbytes"]
 
-ZERO = torch.zeros(())
+ZERO = Carrier(np.zeros((), np.float32), BY_NAME["float32"])
 """The anchor's gradient, on its way out."""
 nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 """How many nodes of graphs were made so far: the number of the next one."""

@@ -36,7 +36,7 @@ _walks_as_torch: dict[type, bool] = {}
 
 def parameters(module: Any) -> list[Any]:
     """As ``module.parameters()``, which spends most of its time on names."""
-    found: dict[Any, None] = {}
+    found: dict[int, Any] = {}  # by identity: a tensor's own hash takes longer
     parts = [module]
     seen = {module}
     for part in parts:
@@ -49,13 +49,13 @@ def parameters(module: Any) -> list[Any]:
         if not _walks_as_torch[kind] or "named_modules" in inside or "parameters" in inside:
             return list(module.parameters())
         for p in inside["_parameters"].values():
-            found[p] = None
+            found[id(p)] = p
         for child in inside["_modules"].values():
             if child is not None and child not in seen:
                 seen.add(child)
                 parts.append(child)
-    found.pop(None, None)
-    return list(found)
+    found.pop(id(None), None)
+    return list(found.values())
 
 
 def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
