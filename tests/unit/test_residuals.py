@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gradwire_workers import residuals
+from gradwire_workers import program, residuals
+from gradwire_workers.calls import Calls
 from gradwire_workers.residuals import OVERHEAD, TOKENS, Kept, Residuals
 
 A, B = b"a" * 16, b"b" * 16
 
 
-class Residual:
+class Residual(program.Residual):
     """So many bytes, and nothing else."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+
+    def derive(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
 
 
 def kept(nbytes: int = 100, owner: bytes = A, remote: int = 1) -> Kept:
@@ -190,20 +195,34 @@ ResidualsMachine.TestCase.settings = settings(max_examples=50, stateful_step_cou
 TestResiduals = ResidualsMachine.TestCase
 
 
+def test_what_cannot_be_kept_behind_an_answer_is_no_second_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    class Unmeasured(Residual):
+        def settle(self) -> int:
+            raise ValueError("no size")
+
+    s, nothing = Residuals(1 << 30, 4), Mock()
+    calls = Calls(
+        "w", b"", loaded=nothing, operands=nothing, users_code=nothing, answers=nothing, residuals=s
+    )
+    token = s.issue()
+    calls._keep_behind_answer(token, Kept(Unmeasured(1), 1, A, 0))
+    assert s.find(token, 1) is None and s.was_issued(token) and s.add(kept()) != token
+    assert "no size" in capsys.readouterr().err
+
+
 def test_the_store_lets_go() -> None:
-    class Mark:
+    class Mark(Residual):
         alive = 0
 
         def __init__(self) -> None:
             type(self).alive += 1
-            self.nbytes = 1000
+            super().__init__(1000)
 
         def __del__(self) -> None:
             type(self).alive -= 1
 
     def mark() -> Kept:
-        made: Any = Mark()
-        return Kept(made, 1, A, 0)
+        return Kept(Mark(), 1, A, 0)
 
     s = store(5, 1000)
     tokens = [s.add(mark()) for _ in range(8)]

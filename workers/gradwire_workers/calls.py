@@ -6,6 +6,7 @@ as well, or, where its results look different this time, by the message that an 
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 from gradwire_wire import sockets
@@ -21,7 +22,7 @@ from gradwire_workers.asked import check_mode, is_seeded, site_of, take_seed
 from gradwire_workers.evaluation import Request
 from gradwire_workers.loaded import Loaded
 from gradwire_workers.operands import Operands
-from gradwire_workers.residuals import Residuals
+from gradwire_workers.residuals import Kept, Residuals
 from gradwire_workers.sessions import Line, Session
 from gradwire_workers.users_code import UsersCode
 
@@ -63,9 +64,10 @@ class Calls:
             word, site = take_seed(call, word, site, carriers)
         operands = self._operands.adopted(call, carriers)
         chain = [*call.chain, self._incarnation]
-        result, token, ns = self._users_code.evaluate(
+        result, kept, ns = self._users_code.evaluate(
             session, program, site, word, call, call.call_id, operands, chain
         )
+        token = 0 if kept is None else self._residuals.add(kept)
         try:
             return self._answers.done(session, call.call_id, result.tensors, result.structure, token, ns)
         except BaseException:
@@ -115,8 +117,9 @@ class Calls:
         call = plan.call
         if call.training is not None:
             check_mode(call, plan.program, token)
+        kept = None
         if plan.run is not None and not token:
-            tensors, structure, kept, ns = self._users_code.run_planned(session, call_id, plan, operands)
+            tensors, structure, ns = self._users_code.run_planned(session, call_id, plan, operands)
         else:
             request = Request(call.remote, call.keep, token, call.token_ops)
             result, kept, ns = self._users_code.evaluate(
@@ -124,14 +127,26 @@ class Calls:
             )  # a list of its own, which a pullback may keep
             tensors, structure = result
         operands.clear()  # the caller of this still has the list, and the answer must not find it holding any
+        number = 0 if kept is None else self._residuals.issue()
+        exported = self._answers.exported(tensors)
         try:
-            exported = self._answers.exported(tensors)
-            if plan.answer(line, call_id, exported, structure, kept, ns):
+            if plan.answer(line, call_id, exported, structure, number, ns):
+                if kept is not None:
+                    self._keep_behind_answer(number, kept)
                 return None
-            return self._answers.done(session, call_id, exported, structure, kept, ns)
         except sockets.Unreachable:
-            self._residuals.release([kept], session.client_id)
             return None
+        if kept is not None:
+            self._residuals.put(number, kept)
+        try:
+            return self._answers.done(session, call_id, exported, structure, number, ns)
         except BaseException:
-            self._residuals.release([kept], session.client_id)
+            self._residuals.release([number], session.client_id)
             raise
+
+    def _keep_behind_answer(self, token: int, kept: Kept) -> None:
+        """While the client goes on. An error would be a second answer: it is printed, and who pulls back is told that nothing is kept."""
+        try:
+            self._residuals.put(token, kept)
+        except Exception:
+            traceback.print_exc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
 import numpy as np
@@ -50,7 +51,7 @@ def evaluate(
     An operand is None where the client left it out: it is needed only if the kept forward is gone.
     ResidualLostError then asks for it, or says that the forward must be run again by the caller.
     """
-    if not program.rules_end and any(op[0] == "P" for op in word):
+    if not program.rules_end and _has_primals(word):
         word, token_ops = without_primals(word, call.token_ops)
         call = Request(call.remote, call.keep, call.token, token_ops)
     if call.token:
@@ -91,6 +92,15 @@ class Step(NamedTuple):
     further: Word
 
 
+@lru_cache(maxsize=4096)
+def _has_primals(word: Word) -> bool:
+    return any(op[0] == "P" for op in word)
+
+
+_linear_count = lru_cache(maxsize=4096)(linear_count)
+
+
+@lru_cache(maxsize=4096)
 def _step_after(word: Word, done: int) -> Step | None:
     """The next one of a word whose first ``done`` operations are kept; None where it is no derivative."""
     at = done
@@ -115,7 +125,7 @@ def _from_residual(
     kept, step = residuals.find(token, call.remote), _step_after(word, call.token_ops)
     if kept is None or step is None:
         return None
-    linear = operands[len(operands) - linear_count(word) :]
+    linear = operands[len(operands) - _linear_count(word) :]
     if any(x is None for x in linear):
         is_plain = step.op[0] == "T" and rows is None and not step.further and not call.keep
         whole = _without_gaps(kept, linear, zeros) if is_plain else None

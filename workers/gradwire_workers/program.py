@@ -71,6 +71,10 @@ class Residual(ABC):
         the residual of this derivative as well. ``accumulate``: add parameter gradients to the module's own.
         """
 
+    def settle(self) -> int:
+        """Its bytes. Asked once, mostly when the answer is on its way already: what can wait until then is done here."""
+        return self.nbytes
+
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:

@@ -56,13 +56,22 @@ class Residuals:
 
     def add(self, kept: Kept) -> int:
         """Keep it; its token (1 .. 2**32 - 1). May evict others, never what was just added."""
+        token = self.issue()
+        self.put(token, kept)
+        return token
+
+    def issue(self) -> int:
+        """The token of what is `put` next."""
         token = self._next % TOKENS + 1
         while token in self._fresh.kept or token in self._pulled.kept:
             token = token % TOKENS + 1
         self._next = token
-        self._fresh.put(token, kept, kept.residual.nbytes + OVERHEAD)
-        self._evict()
         return token
+
+    def put(self, token: int, kept: Kept) -> None:
+        """Keep it under a token that was issued for it. See `add`."""
+        self._fresh.put(token, kept, kept.residual.settle() + OVERHEAD)
+        self._evict()
 
     def was_issued(self, token: int) -> bool:
         """Whether a token can be one of this store's; one of a former incarnation's is not (but by a rare chance)."""

@@ -21,7 +21,7 @@ __all__ = ["UsersCode"]
 
 
 class UsersCode:
-    """Runs on the thread that made this, which handles signals. What is kept goes to ``residuals``."""
+    """Runs on the thread that made this, which handles signals. ``residuals``: where kept forwards are."""
 
     def __init__(self, engine: Engine, incarnation: bytes, residuals: Residuals) -> None:
         self._engine, self._incarnation, self._residuals = engine, incarnation, residuals
@@ -37,8 +37,8 @@ class UsersCode:
         call_id: int,
         operands: list[Any],
         chain: list[bytes],
-    ) -> tuple[Result, int, int]:
-        """A derived function at the operands: results, the token of what is kept, nanoseconds."""
+    ) -> tuple[Result, Kept | None, int]:
+        """A derived function at the operands: results, what is to be kept, nanoseconds."""
         start = time.perf_counter_ns()
         try:
             serve(chain)
@@ -48,17 +48,15 @@ class UsersCode:
             self.interrupts.end()
             serve(())
         elapsed = time.perf_counter_ns() - start
-        token = 0
-        if residual is not None:
-            avals = () if word or residual.takes_absent else self._inexact(result.tensors)
-            kept = Kept(residual, request.remote, session.client_id, program.generation, avals)
-            token = self._residuals.add(kept)
-        return result, token, elapsed
+        if residual is None:
+            return result, None, elapsed
+        avals = () if word or residual.takes_absent else self._inexact(result.tensors)
+        return result, Kept(residual, request.remote, session.client_id, program.generation, avals), elapsed
 
     def run_planned(
         self, session: Session, call_id: int, plan: Plan, operands: list[Any]
-    ) -> tuple[Sequence[Any], bytes, int, int]:
-        """As `evaluate`, where nothing is kept and the plan knows how to run: results, tree, 0, nanoseconds."""
+    ) -> tuple[Sequence[Any], bytes, int]:
+        """As `evaluate`, where nothing is kept and the plan knows how to run: results, tree, nanoseconds."""
         interrupts = self.interrupts
         start = time.perf_counter_ns()
         try:
@@ -68,7 +66,7 @@ class UsersCode:
         finally:
             interrupts.end()
             serve(())
-        return tensors, structure, 0, time.perf_counter_ns() - start
+        return tensors, structure, time.perf_counter_ns() - start
 
     @contextlib.contextmanager
     def running(self, session: Session, call_id: int, is_interruptible: bool = True) -> Iterator[None]:

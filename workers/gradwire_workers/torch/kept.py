@@ -25,7 +25,8 @@ nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", 
 class Kept(Residual):
     """A kept forward: leaves, results, and between them torch's graph. See `program.Residual`.
 
-    owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`.
+    owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`; where that is to be done
+    later, by ``measure``. accumulates: whether pullbacks will add to the owner's parameters.
     has_hooks: see `gradwire_workers.torch.hooks`. alone: of the operands that are leaves here only the anchor is differentiated. within: runs ``function(*args)`` as the forward was run, given the leaves.
     """
 
@@ -37,7 +38,10 @@ class Kept(Residual):
         "_leaves",
         "_owner",
         "_results",
+        "_trainable",
         "_training",
+        "accumulates",
+        "measure",
         "nbytes",
         "within",
     )
@@ -54,11 +58,25 @@ class Kept(Residual):
         alone: bool = False,
     ) -> None:
         self.within: Callable[..., Any] | None = None
+        self.measure: Callable[[], int] | None = None
+        self.accumulates, self._trainable = False, None
         self._alone = len(leaves) if alone else 0
         self._has_hooks = has_hooks
         self._owner, self._leaves, self._anchored, self.nbytes = owner, list(leaves), anchored, nbytes
         self._results = [y for y in results if is_inexact(y)]
         self._generation, self._training = owner.generation, owner.training
+
+    def settle(self) -> int:
+        if self.measure is not None:
+            self.nbytes, self.measure = self.measure(), None
+        if self.accumulates:
+            self._trainable = self._owner.trainable()
+        return self.nbytes
+
+    def _parameters(self) -> Sequence[Any]:
+        """Those that a pullback adds to; of later ones than the forward there is nothing in its graph."""
+        found = self._trainable
+        return self._owner.trainable() if found is None else [p for p in found if p.requires_grad]
 
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
@@ -71,7 +89,7 @@ class Kept(Residual):
         linear = self._owner.place(linear)
         if keep:
             linear = leaves_of(linear)
-        parameters = self._owner.trainable() if accumulate else ()
+        parameters = self._parameters() if accumulate else ()
         wrt = [self._leaves[i] for i in op[1]]
         derive: Any = (
             self._derived if self.within is None else partial(self.within, self._leaves, self._derived)

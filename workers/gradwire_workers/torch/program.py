@@ -187,8 +187,9 @@ class TorchProgram(Program):
             self._check_of_this_call(site, results, here)
         outer = word[-1][1] if word and word[-1][0] == "T" else ()
         whole = [torch.zeros_like(leaves[outer[i]]) if y is None else y for i, y in enumerate(results)]
-        nbytes = self._nbytes(word, leaves, whole, has_hooks)
-        kept = Kept(self, leaves, whole, site.anchored, nbytes, has_hooks, alone)
+        kept = Kept(self, leaves, whole, site.anchored, 0, has_hooks, alone)
+        kept.measure = partial(self._nbytes, word, leaves, whole, has_hooks)
+        kept.accumulates = site.accumulate
         return _result(site, word, results, flat.structure), kept
 
     def _check_of_this_call(self, site: WorkerSite, results: Sequence[Any], here: int) -> None:
