@@ -36,7 +36,7 @@ from gradwire_wire.structures.values import (
 )
 from gradwire_wire.wide_trees import pack_wide
 
-__all__ = ["LONE_LEAF", "POSITIONAL", "flatten", "positional"]
+__all__ = ["LONE_LEAF", "NOTHING", "POSITIONAL", "flatten", "positional"]
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tuple[bytes, list[Any]]:
@@ -47,7 +47,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
     UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
     """
     if tree is None:
-        return _NOTHING, []
+        return NOTHING, []
     if type(tree) not in _NATIVE and is_leaf(tree):
         return LONE_LEAF, [tree]
     leaves: list[Any] = []
@@ -101,7 +101,7 @@ def _packed(tree: Any, is_leaf: Callable[[Any], bool], leaves: list[Any]) -> byt
     return structure
 
 
-_NOTHING: bytes = msgpack.packb(None)
+NOTHING: bytes = msgpack.packb(None)
 _SMALL_BUFFER: dict[str, Any] = {"buf_size": 1024} if msgpack.version >= (1, 1) else {}
 """A packer's own default is a buffer of 256 KiB, which the system would give and take each time."""
 
