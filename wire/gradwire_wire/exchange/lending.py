@@ -44,13 +44,11 @@ class Lender(Tethered):
 
         MemoryExhaustedError where a slot cannot be had: nothing is lent then.
         """
-        headers: list[Any] = []
-        if not carriers:
-            return headers
         self._memory.check_free()
         if len(self.loans):
             with self._memory.lock:
                 self.settle()
+        headers: list[Any] = []
         try:
             for carrier in carriers:
                 if carrier is None:
