@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,10 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_without_matplotlib_a_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
     assert main(["bench", "--plot", "p"]) == 1
     assert "pip install 'gradwire[bench]'" in capsys.readouterr().err
 
