@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, BY_NAME
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+from gradwire_wire.structures import fill, flatten
 from gradwire_wire.tensors import torch as family
 
 NAMES = [name for name in BY_NAME if hasattr(torch, name)]
@@ -167,3 +168,10 @@ def test_negative_and_unaligned_strides_are_copied() -> None:
 def test_what_torch_lacks_is_a_dtype_error() -> None:
     with pytest.raises(DtypeError, match="float8_e3m4"):
         family.adopt(Carrier(np.zeros(3, "u1"), BY_NAME["float8_e3m4"]))
+
+
+def test_a_shape_is_a_tuple_on_the_other_side() -> None:
+    x = torch.ones(2, 3)
+    structure, leaves = flatten([[x, x.shape, {"pads": (x.shape, x.shape[1:])}], {}], family.is_tensor)
+    (_, shape, rest), _ = fill(structure, leaves)
+    assert (shape, rest) == ((2, 3), {"pads": ((2, 3), (3,))}) and type(shape) is tuple

@@ -28,13 +28,14 @@ and `values` (what msgpack has no type for); `places` tells where leaves are; `k
 from __future__ import annotations
 
 from gradwire_wire.structures.filling import fill, fill_call, positional_count
-from gradwire_wire.structures.flattening import LONE_LEAF, flatten, positional
+from gradwire_wire.structures.flattening import AS_TUPLES, LONE_LEAF, flatten, positional
 from gradwire_wire.structures.format import LEAF, MAX_BYTES, MAX_CACHED, MAX_DEPTH, TUPLE, Leaf
 from gradwire_wire.structures.places import fill_leaves_only, leaf_paths, leaves_like
 from gradwire_wire.structures.reading import leaf_count
 
 __all__ = [
     "LEAF",
+    "AS_TUPLES",
     "LONE_LEAF",
     "MAX_BYTES",
     "MAX_CACHED",

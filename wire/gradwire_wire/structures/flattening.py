@@ -36,7 +36,7 @@ from gradwire_wire.structures.values import (
 )
 from gradwire_wire.wide_trees import pack_wide
 
-__all__ = ["LONE_LEAF", "NOTHING", "POSITIONAL", "flatten", "positional"]
+__all__ = ["AS_TUPLES", "LONE_LEAF", "NOTHING", "POSITIONAL", "flatten", "positional"]
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tuple[bytes, list[Any]]:
@@ -130,7 +130,7 @@ class _Flattener:
             self.has_scalars = self.has_scalars or isinstance(x, np.generic)
             return hole(len(self.leaves) - 1)
         kind = type(x)
-        if kind is tuple:
+        if kind is tuple or kind in AS_TUPLES:
             return msgpack.ExtType(TUPLE, self.pack(list(x)))
         if kind is complex:
             return msgpack.ExtType(COMPLEX, struct.pack(">dd", x.real, x.imag))
@@ -172,8 +172,14 @@ class _Flattener:
 _NUMBERS = (int, float, complex)
 
 
+AS_TUPLES: set[type] = set()
+"""Subclasses of tuple that travel as tuples: each framework's file adds its own."""
+
+
 def _instead_of(x: Any) -> str:
     """What to do about a value that cannot be sent."""
+    if hasattr(x, "as_list") and hasattr(x, "rank"):
+        return "a shape can be sent as x.as_list()"
     if hasattr(x, "__await__"):
         return "await it, and send what it gives"
     if hasattr(x, "add_done_callback"):

@@ -14,10 +14,12 @@ import torch
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, BY_NAME, DType
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+from gradwire_wire.structures import AS_TUPLES
 
 __all__ = ["NAME", "adopt", "adopter", "aval", "export", "is_tensor", "torch_dtype", "wire_dtype"]
 
 NAME = "torch"
+AS_TUPLES.add(torch.Size)
 
 
 class _Kind(NamedTuple):
