@@ -14,6 +14,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
@@ -111,13 +112,18 @@ def _graph(fn: Derived, operands: list[Any], token: Any) -> list[Any]:
         results, kept = _operation(fn, xs, token, avals)
 
         def grad(*cotangents: Any) -> list[Any]:
-            fn.keep = int(fn.site.residuals == "keep")  # in time: gradients are traced before the graph runs
-            given = dict(enumerate(cotangents))
-            return _pullback(fn, xs, kept, set(range(len(xs))), results, given)
+            return _graph_pullback(fn, xs, kept, results, cotangents)
 
         return results, grad
 
     return list(node(*operands))
+
+
+def _graph_pullback(
+    fn: Derived, operands: Sequence[Any], kept: Any, results: Sequence[Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    fn.keep = int(fn.site.residuals == "keep")  # in time: gradients are traced before the graph runs
+    return _pullback(fn, operands, kept, set(range(len(operands))), results, dict(enumerate(cotangents)))
 
 
 def _static_aval(x: Any) -> StaticAval:
@@ -136,12 +142,12 @@ def _operation(
     held = token if isinstance(token, _Token) else None
     named = token if tf.is_tensor(token) else tf.constant(held.number if held else 0, tf.int64)
     dtypes = [tf.as_dtype(a.dtype.name) for a in avals]
-    mark = next(_marks)
-    host = _marked(mark, _host(fn, fn.structure, avals, held))
-    inputs = [tf.constant(mark, tf.int64), named, *operands]
-    *results, kept = tf.numpy_function(host, inputs, [*dtypes, tf.int64], name=OPERATION)
-    for y, a in zip(results, avals, strict=True):
-        y.set_shape(a.shape)
+    call = _Call(next(_marks), fn, avals, _host(fn, fn.structure, avals, held))
+    inputs = [tf.constant(call.mark, tf.int64), named, *operands]
+    with tf.compat.v1.get_default_graph().gradient_override_map({"PyFunc": GRADIENT}):
+        *results, kept = tf.numpy_function(call, inputs, [*dtypes, tf.int64], name=OPERATION)
+    _calls[kept.op.get_attr("token")] = call
+    call.set_shapes(results)
     kept.set_shape(())
     return results, kept
 
@@ -149,18 +155,44 @@ def _operation(
 _marks = itertools.count(secrets.randbits(62))
 
 
-def _marked(mark: int, host: Callable[..., Any]) -> Callable[..., Any]:
+class _Call:
     """The host function of one operation. TensorFlow numbers them by process, so that a graph that was saved would call another."""
 
-    def marked(given: Any, *arrays: np.ndarray) -> Any:
-        if int(given) != mark:
+    def __init__(self, mark: int, fn: Derived, avals: Sequence[StaticAval], host: Callable[..., Any]) -> None:
+        self.mark, self.fn, self.avals, self.host = mark, fn, avals, host
+
+    def __call__(self, given: Any, *arrays: np.ndarray) -> Any:
+        if int(given) != self.mark:
             raise UsageError(
                 "this graph with a remote call was saved in another process, whose remote functions are not here. "
                 "Save the weights instead, and build the graph anew where it runs"
             )
-        return host(*arrays)
+        return self.host(*arrays)
 
-    return marked
+    def set_shapes(self, tensors: Sequence[Any]) -> None:
+        """Of results, or of cotangents of them, some of which may be None."""
+        for x, a in zip(tensors, self.avals, strict=True):
+            if isinstance(x, tf.Tensor):  # (no IndexedSlices)
+                x.set_shape(a.shape)
+
+
+# By the name that TensorFlow gives the host function; graphs hold the calls.
+_calls: WeakValueDictionary[bytes, _Call] = WeakValueDictionary()
+
+GRADIENT = "GradwireCall"
+
+
+@tf.RegisterGradient(GRADIENT)
+def _gradient_of_copy(operation: Any, *cotangents: Any) -> list[Any]:
+    """Where TensorFlow has copied the operation without the node around it, whose rule it is otherwise.
+
+    `tf.vectorized_map`, `jacobian` and `batch_jacobian` do so, into a loop over the rows, and would have zeros there.
+    """
+    call = _calls[operation.get_attr("token")]
+    (_, _, *operands), (*results, kept) = operation.inputs, operation.outputs
+    call.set_shapes(results)
+    call.set_shapes(cotangents[:-1])
+    return [None, None, *_graph_pullback(call.fn, operands, kept, results, cotangents[:-1])]
 
 
 def _host(
