@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -77,6 +78,7 @@ class Slotted:
 @dataclasses.dataclass
 class Output(OrderedDict):  # as the results of a well-known library are
     logits: Any = None
+    hidden: Any = None
 
 
 class Color(IntEnum):
@@ -325,7 +327,7 @@ def test_deep_trees_need_little_stack() -> None:
 
 
 def as_a_stranger(structure: bytes) -> bytes:
-    return structure.replace(b"Point", b"Poynt").replace(b"Config", b"Konfig")
+    return structure.replace(b"Point", b"Poynt").replace(b"Config", b"Konfig").replace(b"Output", b"Outbut")
 
 
 def test_a_class_that_is_not_loaded_here_has_a_stand_in() -> None:
@@ -357,7 +359,43 @@ def test_struct_sequences_are_namedtuples() -> None:
 
 def test_a_dataclass_that_is_also_a_dict_keeps_its_fields() -> None:
     made = there_and_back(Output(logits=[1]))
-    assert made.logits == [1]
+    assert made.logits == [1] and not made
+
+
+def test_a_dataclass_that_is_also_a_mapping_keeps_its_items() -> None:
+    leaf = Tensor(1)
+    out = Output(hidden=(2, leaf), logits=[1])
+    out["hidden"] = out.hidden
+    here = there_and_back(out)
+    assert type(here) is Output and list(here) == ["hidden"] and here["hidden"] is here.hidden
+    structure = as_a_stranger(flatten(out, is_tensor)[0])
+    there = fill(structure, ["leaf"])
+    assert (there.logits, there["hidden"], there[0], len(there)) == ([1], (2, "leaf"), (2, "leaf"), 1)
+    assert (
+        dict(there) == {"hidden": (2, "leaf")}
+        and there.to_tuple() == ((2, "leaf"),)
+        and "logits" not in there
+    )
+    assert flatten(fill(structure, [leaf]), is_tensor) == (structure, [leaf])
+    out["beside"] = 3
+    with pytest.raises(UnsupportedTensorError, match=r"items beside its fields.*dict\(x\)"):
+        flatten(out, is_tensor)
+
+
+@pytest.mark.parametrize(
+    ("x", "advice"),
+    [
+        (Color.RED, "x.value"),
+        ({1}, "list(x)"),
+        (range(3), "list(x)"),
+        (defaultdict(list), "dict(x)"),
+        (types.MappingProxyType({}), "dict(x)"),
+        (type("Words", (str,), {})("a"), "str(x)"),
+    ],
+)
+def test_what_cannot_be_sent_says_what_can(x: Any, advice: str) -> None:
+    with pytest.raises(UnsupportedTensorError, match=re.escape(f"send {advice}")):
+        flatten([x], is_tensor)
 
 
 def test_nothing_is_imported_for_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +434,8 @@ BAD = {
     "pairs of three": msgpack.packb(ext(ORDEREDDICT, [[1, 2, 3]])),
     "unhashable key": msgpack.packb(ext(ORDEREDDICT, [[[], 2]])),
     "unhashable map key": b"\x81\x90\x01",
+    "items that are no fields": msgpack.packb(ext(DATACLASS, ["m", "C", ["a"], [1], ["b"]])),
+    "items without names": msgpack.packb(ext(DATACLASS, ["m", "C", ["a"], [1], [[]]])),
     "scalar of no dtype": msgpack.packb(ext(SCALAR, ["", b""])),
     "scalar that is an object": msgpack.packb(ext(SCALAR, ["|O8", b"x" * 8])),
     "scalar O": msgpack.packb(ext(SCALAR, ["O", b"x" * 8])),

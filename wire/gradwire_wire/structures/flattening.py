@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from enum import Enum
 from functools import lru_cache
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Mapping
 
 import msgpack
 import numpy as np
@@ -29,6 +30,7 @@ from gradwire_wire.structures.reading import leaf_count
 from gradwire_wire.structures.values import (
     field_names,
     is_record,
+    items_of,
     name_of,
     pack_scalar,
     path_to,
@@ -151,16 +153,22 @@ class _Flattener:
         if names is not None:
             return msgpack.ExtType(NAMEDTUPLE, self.pack([*name_of(kind), names, list(x)]))
         if is_record(x):
-            names = field_names(kind)
-            return msgpack.ExtType(
-                DATACLASS, self.pack([*name_of(kind), names, [getattr(x, n) for n in names]])
-            )
+            return msgpack.ExtType(DATACLASS, self.pack(self.record(x)))
         raise _Refused(
             x,
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent. Trees may hold dict, list, tuple, namedtuple, "
             "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
             f"{_instead_of(x)}",
         )
+
+    def record(self, x: Any) -> list[Any]:
+        names = field_names(type(x))
+        try:
+            keys = items_of(x, names)
+        except TypeError as error:
+            raise _Refused(x, str(error)) from None
+        parts = [*name_of(type(x)), names, [getattr(x, name) for name in names]]
+        return parts if keys is None else [*parts, keys]
 
     def number(self, x: Any) -> Any:
         """Python's own out of what a tracer has made of it: of its class, with an abstract value beside (`jax.vjp(f, x, 3)`)."""
@@ -180,6 +188,15 @@ def _instead_of(x: Any) -> str:
     """What to do about a value that cannot be sent."""
     if hasattr(x, "as_list") and hasattr(x, "rank"):
         return "a shape can be sent as x.as_list()"
+    if isinstance(x, Enum):
+        return "send x.value"
+    if isinstance(x, Mapping):
+        return "send dict(x)"
+    for plain in (int, float, complex, str, bytes, tuple, list):
+        if isinstance(x, plain):
+            return f"send {plain.__name__}(x)"
+    if isinstance(x, Iterable) and type(x).__module__ in ("builtins", "collections"):
+        return "send list(x)"
     if hasattr(x, "__await__"):
         return "await it, and send what it gives"
     if hasattr(x, "add_done_callback"):

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradwire_wire.structures.format import Leaf
 from gradwire_wire.structures.reading import unpack
-from gradwire_wire.structures.values import children
+from gradwire_wire.structures.values import children, is_record
 
 __all__ = ["Key", "has_leaf_keys", "with_plain_keys"]
 
@@ -41,6 +41,8 @@ def _holds_leaf(key: Any) -> bool:
 
 def with_plain_keys(tree: Any) -> Any:
     """The tree with a `Key` for each scalar in a key; what is in dataclasses stays."""
+    if is_record(tree):
+        return tree
     if isinstance(tree, dict):
         return type(tree)((_plain_key(key), with_plain_keys(value)) for key, value in tree.items())
     if isinstance(tree, list):

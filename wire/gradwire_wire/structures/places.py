@@ -74,6 +74,9 @@ def leaf_paths(structure: bytes, argument_names: bool = True) -> list[str]:
 def _walk(x: Any, path: str, found: dict[int, str]) -> None:
     if isinstance(x, Leaf):
         found[x.index] = path
+    elif is_record(x):
+        for name in field_names(type(x)):
+            _walk(getattr(x, name), f"{path}.{name}", found)
     elif isinstance(x, dict):
         for k, v in x.items():
             _walk(v, f"{path}[{k!r}]", found)
@@ -81,6 +84,3 @@ def _walk(x: Any, path: str, found: dict[int, str]) -> None:
         names = getattr(x, "_fields", None)
         for i, v in enumerate(x):
             _walk(v, f"{path}.{names[i]}" if names else f"{path}[{i}]", found)
-    elif is_record(x):
-        for name in field_names(type(x)):
-            _walk(getattr(x, name), f"{path}.{name}", found)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections import OrderedDict
 from functools import lru_cache
 from operator import itemgetter
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, Iterator, Mapping, Sequence
 
 import msgpack
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "children",
     "field_names",
     "is_record",
+    "items_of",
     "name_of",
     "pack_scalar",
     "path_to",
@@ -97,18 +99,54 @@ def as_namedtuple(module: str, qualname: str, names: list[str], values: list[Any
     )  # a struct sequence's own code
 
 
-def as_dataclass(module: str, qualname: str, names: list[str], values: list[Any]) -> Any:
+def as_dataclass(
+    module: str, qualname: str, names: list[str], values: list[Any], keys: list[str] | None = None
+) -> Any:
+    """keys: of a dataclass that is a mapping as well, the fields that it has as items, in their order."""
     _check_fields(module, qualname, names, values)
-    cls = _loaded_class(module, qualname)
-    if cls is None or not dataclasses.is_dataclass(cls) or field_names(cls) != names:
-        cls = _stand_in_dataclass(module, qualname, tuple(names))
-    try:
-        made = object.__new__(cls)
-    except TypeError:  # it is also a dict, say, whose own __new__ would have to run
-        made = object.__new__(_stand_in_dataclass(module, qualname, tuple(names)))
+    if keys is not None and (type(keys) is not list or any(key not in names for key in keys)):
+        raise ProtocolError(f"the items {shown(keys)} of a dataclass are not among its fields")
+    made = _made(_record_class(module, qualname, names), keys)
+    if made is None:
+        made = _stand_in(module, qualname, names, keys)
     for name, value in zip(names, values):
         object.__setattr__(made, name, value)
+    if isinstance(made, dict):
+        put = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__  # not its own
+        for key in keys or ():
+            put(made, key, getattr(made, key))
     return made
+
+
+def _record_class(module: str, qualname: str, names: list[str]) -> Any:
+    """The dataclass of that name if it is loaded and has these fields, or None."""
+    cls = _loaded_class(module, qualname)
+    return cls if dataclasses.is_dataclass(cls) and field_names(cls) == names else None
+
+
+def _made(cls: Any, keys: list[str] | None) -> Any:
+    """A new object of a dataclass, whose own code does not run. None where that cannot be had."""
+    if cls is None:
+        return None
+    if keys is not None and issubclass(cls, dict):
+        return (OrderedDict if issubclass(cls, OrderedDict) else dict).__new__(cls)
+    try:
+        return object.__new__(cls)
+    except TypeError:  # it is also a list, say, whose own __new__ would have to run
+        return None
+
+
+def items_of(x: Any, names: Sequence[str]) -> list[str] | None:
+    """The keys of a dataclass that is a mapping as well; None where it is none. TypeError where its items are not its fields."""
+    if not isinstance(x, Mapping):
+        return None
+    keys = list(x)
+    if any(type(key) is not str or key not in names or x[key] is not getattr(x, key) for key in keys):
+        raise TypeError(
+            f"a {type(x).__module__}.{type(x).__qualname__} is a dataclass and a mapping with items beside its fields, which "
+            "cannot be sent as one. Send dict(x)"
+        )
+    return keys
 
 
 class _StandInDataclass:
@@ -118,6 +156,39 @@ class _StandInDataclass:
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._fields)})"
+
+
+class _StandInMapping(_StandInDataclass, Mapping[str, Any]):
+    """One that is a mapping as well (as what models of transformers return): by name, and as those also by number."""
+
+    __keys: Sequence[str] = ()  # (no field is named like this)
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.__keys = tuple(dict.fromkeys(keys))
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key not in self.__keys:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__keys)
+
+    def __len__(self) -> int:
+        return len(self.__keys)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # of dataclasses of tensors: by identity
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The items alone, in their order."""
+        return tuple(getattr(self, key) for key in self.__keys)
+
+
+def _stand_in(module: str, qualname: str, names: list[str], keys: list[str] | None) -> Any:
+    cls = _stand_in_dataclass(module, qualname, tuple(names), keys is not None)
+    return cls() if keys is None else cls(keys)
 
 
 @lru_cache(maxsize=1024)
@@ -131,10 +202,10 @@ def _stand_in_tuple(module: str, qualname: str, names: tuple[str, ...]) -> type:
 
 
 @lru_cache(maxsize=1024)
-def _stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...]) -> type:
+def _stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...], is_mapping: bool) -> type:
     return type(
         qualname.rpartition(".")[2],
-        (_StandInDataclass,),
+        (_StandInMapping if is_mapping else _StandInDataclass,),
         {"_fields": names, "__module__": module, "__qualname__": qualname},
     )
 
@@ -161,10 +232,12 @@ def path_to(tree: Any, value: Any) -> tuple[Any, ...] | None:
 
 def children(x: Any) -> dict[Any, Any]:
     """The items of a container by key; {} for anything else."""
+    if type(x) is dict:
+        return x
+    if is_record(x):  # which may be a mapping as well
+        return {name: getattr(x, name) for name in field_names(type(x))}
     if isinstance(x, dict):
         return x
     if isinstance(x, (list, tuple)):
         return dict(enumerate(x))
-    if is_record(x):
-        return {name: getattr(x, name) for name in field_names(type(x))}
     return {}
