@@ -518,7 +518,7 @@ def test_r38_namedtuples_dataclasses_and_keys_that_are_no_strings(remote: Any, w
     (pair, kept), pullback = f.vjp(Pair(a, b), box(np.array(5.0), "label"), ordered, {3: a, 4: None})
     close(pair.a, 3 * a + 5 * b)
     assert list(kept) == ["z", "a"] and pair.b.label == "label"
-    out_bar = (type(pair)((np.ones(2), None)), collections.OrderedDict(z=None, a=None))
+    out_bar = (type(pair)(np.ones(2), None), collections.OrderedDict(z=None, a=None))
     pair_bar, box_bar, ordered_bar, numbered_bar = pullback(out_bar)
     close(pair_bar.a, np.full(2, 2.0))
     close(pair_bar.b, np.full(2, 5.0))
@@ -526,6 +526,20 @@ def test_r38_namedtuples_dataclasses_and_keys_that_are_no_strings(remote: Any, w
     assert box_bar.label is None and list(numbered_bar) == [3, 4]
     close(numbered_bar[3], np.ones(2))
     close(ordered_bar["z"], np.zeros(2))
+
+
+@pytest.mark.parametrize("framework", ["torch"])
+def test_r38_records_that_only_the_worker_knows_are_results_of_compiled_programs(remote: Any) -> None:
+    for target in ("pair_of_its_own", "box_of_its_own", "output_of_its_own"):
+        f, x = remote(target), jnp.arange(3.0)
+        rows, (y, y_dot) = jax.vmap(f)(jnp.stack([x, x])), jax.jvp(jax.jit(f), (x,), (x,))
+        assert type(rows) is type(y) is type(y_dot), target
+        close(rows.twice[1], 2 * x)
+        close(y.twice, 2 * x)
+        close(y_dot.twice, 2 * x)
+        t = torch.arange(3.0, dtype=torch.float64)
+        close(torch.func.vmap(f)(torch.stack([t, t])).twice[1], 2 * x)
+    assert list(y) == ["twice"] and y["twice"] is y[0] is y.twice and y.nothing is None
 
 
 # ---- R37, from TensorFlow: forward mode --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -37,6 +38,7 @@ from gradwire_wire.structures import (
     leaf_count,
     leaf_paths,
     leaves_like,
+    on_stand_in,
     positional,
     reading,
 )
@@ -338,6 +340,27 @@ def test_a_class_that_is_not_loaded_here_has_a_stand_in() -> None:
     assert (point.x, point.y, point._fields) == ("leaf", 2, ("x", "y"))
     assert (config.scale, config.more) == (3, [4]) and "Konfig(scale=3" in repr(config)
     assert type(point).__module__ == __name__ and type(fill(structure, ["leaf"])[0]) is type(point)
+
+
+def test_a_stand_in_of_a_namedtuple_is_used_as_one() -> None:
+    point = fill(as_a_stranger(flatten(Point(1, 2), is_tensor)[0]), [])
+    kind = type(point)
+    assert kind(3, y=4) == kind._make([3, 4]) == point._replace(x=3, y=4) == (3, 4)
+    assert (
+        point._asdict() == {"x": 1, "y": 2} and repr(point) == "Poynt(x=1, y=2)" and copy.copy(point) == point
+    )
+    for values, named in (((1,), {}), ((1, 2, 3), {}), ((1, 2), {"y": 2}), ((1,), {"z": 2})):
+        with pytest.raises(TypeError, match="each of x, y once"):
+            kind(*values, **named)
+
+
+def test_a_framework_is_told_of_stand_ins_for_dataclasses_before_and_after() -> None:
+    before, told = type(fill(as_a_stranger(flatten(Config(1), is_tensor)[0]), [])), []
+    on_stand_in(told.append)
+    assert before in told
+    payload = msgpack.packb(["nowhere", "Later", ["parts", "of"], [1, 2]])
+    later = fill(msgpack.packb(Ext(DATACLASS, payload)), [])
+    assert type(later) in told and type(later).parts(later) == ((1, 2), None) and "parts=1" in repr(later)
 
 
 def test_stand_ins_go_back_as_what_they_were() -> None:

@@ -76,6 +76,40 @@ def containers(pair, box, ordered, numbered):
     )
 
 
+OwnPair = collections.namedtuple("OwnPair", "twice nothing")
+
+
+@dataclasses.dataclass
+class OwnBox:
+    twice: object
+    nothing: object = None
+
+
+@dataclasses.dataclass
+class OwnOutput(collections.OrderedDict):
+    """As the results of transformers are: what is not None is an item as well."""
+
+    twice: object
+    nothing: object = None
+
+    def __post_init__(self):
+        for name in ("twice", "nothing"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+def pair_of_its_own(x):
+    return OwnPair(x * 2, x.sum())
+
+
+def box_of_its_own(x):
+    return OwnBox(x * 2)
+
+
+def output_of_its_own(x):
+    return OwnOutput(x * 2)
+
+
 class Counter(nn.Module):
     """Says how many calls there were before this one."""
 

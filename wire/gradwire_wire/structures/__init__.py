@@ -15,14 +15,15 @@ code   meaning      payload (msgpack unless said otherwise)
 4      integer      signed big-endian bytes; only what does not fit 64 bits
 5      scalar       [numpy dtype, bytes in little-endian order]
 6      namedtuple   [module, qualname, field names, values]; Python's struct sequences too
-7      dataclass    [module, qualname, field names, values]
+7      dataclass    [module, qualname, field names, values]; of one that is a mapping as well also
+                    [..., the names of the fields that are items]
 8      OrderedDict  array of [key, value]
 =====  ===========  ================================================================
 
 msgpack has no types for bytearray and memoryview: they arrive as bytes.
 
 `flattening` and `filling` are the way there and back; below them are `format` (codes and limits), `reading` (bytes to trees)
-and `values` (what msgpack has no type for); `places` tells where leaves are; `keys` are scalars where a leaf cannot be.
+and `values` (what msgpack has no type for, with `stand_ins` for classes that are not loaded here); `places` tells where leaves are; `keys` are scalars where a leaf cannot be.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from gradwire_wire.structures.flattening import AS_TUPLES, LONE_LEAF, flatten, p
 from gradwire_wire.structures.format import LEAF, MAX_BYTES, MAX_CACHED, MAX_DEPTH, TUPLE, Leaf
 from gradwire_wire.structures.places import fill_leaves_only, leaf_paths, leaves_like
 from gradwire_wire.structures.reading import leaf_count
+from gradwire_wire.structures.stand_ins import on_stand_in
 
 __all__ = [
-    "LEAF",
     "AS_TUPLES",
+    "LEAF",
     "LONE_LEAF",
     "MAX_BYTES",
     "MAX_CACHED",
@@ -49,6 +51,7 @@ __all__ = [
     "leaf_count",
     "leaf_paths",
     "leaves_like",
+    "on_stand_in",
     "positional",
     "positional_count",
 ]

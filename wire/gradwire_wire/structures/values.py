@@ -1,4 +1,4 @@
-"""Numpy scalars, namedtuples and dataclasses, which msgpack has no type for; and stand-ins for classes that are not loaded here."""
+"""Numpy scalars, namedtuples and dataclasses, which msgpack has no type for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 import sys
 from collections import OrderedDict
 from functools import lru_cache
-from operator import itemgetter
 from types import MemberDescriptorType
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import msgpack
 import numpy as np
 
 from gradwire_wire.errors import ProtocolError, shown
+from gradwire_wire.structures.stand_ins import StandInDataclass, stand_in_dataclass, stand_in_tuple
 
 __all__ = [
     "as_dataclass",
@@ -93,7 +93,7 @@ def as_namedtuple(module: str, qualname: str, names: list[str], values: list[Any
     _check_fields(module, qualname, names, values)
     cls = _loaded_class(module, qualname)
     if cls is None or not issubclass(cls, tuple) or tuple_fields(cls) != names:
-        cls = _stand_in_tuple(module, qualname, tuple(names))
+        cls = stand_in_tuple(module, qualname, tuple(names))
     return (
         tuple.__new__(cls, values) if hasattr(cls, "_fields") else cls(values)
     )  # a struct sequence's own code
@@ -108,7 +108,7 @@ def as_dataclass(
         raise ProtocolError(f"the items {shown(keys)} of a dataclass are not among its fields")
     made = _made(_record_class(module, qualname, names), keys)
     if made is None:
-        made = _stand_in(module, qualname, names, keys)
+        return stand_in_dataclass(module, qualname, tuple(names), keys is not None).of(values, keys)
     for name, value in zip(names, values):
         object.__setattr__(made, name, value)
     if isinstance(made, dict):
@@ -149,70 +149,9 @@ def items_of(x: Any, names: Sequence[str]) -> list[str] | None:
     return keys
 
 
-class _StandInDataclass:
-    """A dataclass of the other side whose class is not loaded here: the same fields, nothing else."""
-
-    _fields: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__qualname__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._fields)})"
-
-
-class _StandInMapping(_StandInDataclass, Mapping[str, Any]):
-    """One that is a mapping as well (as what models of transformers return): by name, and as those also by number."""
-
-    __keys: Sequence[str] = ()  # (no field is named like this)
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self.__keys = tuple(dict.fromkeys(keys))
-
-    def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, str):
-            return self.to_tuple()[key]
-        if key not in self.__keys:
-            raise KeyError(key)
-        return getattr(self, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.__keys)
-
-    def __len__(self) -> int:
-        return len(self.__keys)
-
-    __eq__, __hash__ = object.__eq__, object.__hash__  # of dataclasses of tensors: by identity
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """The items alone, in their order."""
-        return tuple(getattr(self, key) for key in self.__keys)
-
-
-def _stand_in(module: str, qualname: str, names: list[str], keys: list[str] | None) -> Any:
-    cls = _stand_in_dataclass(module, qualname, tuple(names), keys is not None)
-    return cls() if keys is None else cls(keys)
-
-
-@lru_cache(maxsize=1024)
-def _stand_in_tuple(module: str, qualname: str, names: tuple[str, ...]) -> type:
-    fields: dict[str, Any] = {name: property(itemgetter(i)) for i, name in enumerate(names)}
-    return type(
-        qualname.rpartition(".")[2],
-        (tuple,),
-        {**fields, "_fields": names, "__module__": module, "__qualname__": qualname},
-    )
-
-
-@lru_cache(maxsize=1024)
-def _stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...], is_mapping: bool) -> type:
-    return type(
-        qualname.rpartition(".")[2],
-        (_StandInMapping if is_mapping else _StandInDataclass,),
-        {"_fields": names, "__module__": module, "__qualname__": qualname},
-    )
-
-
 def is_record(x: Any) -> bool:
     """Whether it is a dataclass's instance, or stands for one."""
-    return (dataclasses.is_dataclass(x) and not isinstance(x, type)) or isinstance(x, _StandInDataclass)
+    return (dataclasses.is_dataclass(x) and not isinstance(x, type)) or isinstance(x, StandInDataclass)
 
 
 def path_to(tree: Any, value: Any) -> tuple[Any, ...] | None:

@@ -16,6 +16,7 @@ import numpy as np
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, DType, dtype_named
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+from gradwire_wire.structures import on_stand_in
 
 __all__ = ["NAME", "adopt", "aval", "element_type", "export", "is_tensor", "numpy_view"]
 
@@ -114,3 +115,11 @@ def _element_type(dtype: DType, x64: bool) -> np.dtype:
     except TypeError as error:
         raise UnsupportedTensorError(f"jax {jax.__version__} has no {dtype.name} arrays: {error}") from error
     return element
+
+
+def _register(cls: Any) -> None:
+    """JAX walks what stands for a dataclass as it does a namedtuple."""
+    jax.tree_util.register_pytree_node(cls, cls.parts, lambda keys, values: cls.of(values, keys))
+
+
+on_stand_in(_register)

@@ -6,15 +6,16 @@ raises there, and is then converted (conjugate bits, other devices) or refused b
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils import _pytree
 
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, BY_NAME, DType
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
-from gradwire_wire.structures import AS_TUPLES
+from gradwire_wire.structures import AS_TUPLES, on_stand_in
 
 __all__ = ["NAME", "adopt", "adopter", "aval", "export", "is_tensor", "torch_dtype", "wire_dtype"]
 
@@ -191,3 +192,21 @@ def aval(x: Any) -> Aval:
     if kind is None or x.layout is not torch.strided or x.is_nested:
         raise _refusal(x)
     return Aval(tuple(x.shape), kind.wire)
+
+
+def _register(cls: Any) -> None:
+    """torch walks what stands for a dataclass (in torch.func, for one), but for fields that are None, which it has no place for."""
+
+    def flatten(x: Any) -> tuple[list[Any], Any]:
+        values, keys = cls.parts(x)
+        return [y for y in values if y is not None], ([y is None for y in values], keys)
+
+    def unflatten(found: Iterable[Any], context: Any) -> Any:
+        found, (are_none, keys) = iter(found), context
+        return cls.of([None if is_none else next(found) for is_none in are_none], keys)
+
+    if hasattr(_pytree, "register_pytree_node"):
+        _pytree.register_pytree_node(cls, flatten, unflatten)
+
+
+on_stand_in(_register)

@@ -1,0 +1,139 @@
+"""Stand-ins for namedtuples and dataclasses of the other side whose classes are not loaded here: the same fields.
+
+No class is written as text and run, for its names were received: namedtuples and dataclasses of the standard library are.
+A framework that walks trees by class is told of each (`on_stand_in`), and a program may return one from `jax.jit`, say.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, Callable, ClassVar, Iterable, Iterator, Mapping, Sequence, Tuple
+
+__all__ = ["StandInDataclass", "on_stand_in", "stand_in_dataclass", "stand_in_tuple"]
+
+MOST = 1024
+_made: list[Any] = []
+_told: list[Callable[[Any], None]] = []
+
+
+def on_stand_in(tell: Callable[[Any], None]) -> None:
+    """``tell(cls)`` for each class that stands for a dataclass, those of before and of later; for the first `MOST`."""
+    _told.append(tell)
+    for cls in list(_made):
+        tell(cls)
+
+
+# ---- Namedtuples -----------------------------------------------------------------------------------------------------
+
+
+class _StandInTuple(Tuple[Any, ...]):
+    """With the methods that namedtuples have."""
+
+    __slots__ = ()
+    _fields: tuple[str, ...] = ()
+    _field_defaults: ClassVar[dict[str, Any]] = {}
+
+    def __new__(cls, *values: Any, **named: Any) -> Any:
+        given = {**dict(zip(cls._fields, values)), **named}
+        if len(values) + len(named) != len(cls._fields) or given.keys() != set(cls._fields):
+            raise TypeError(f"{cls.__qualname__} takes each of {', '.join(cls._fields)} once")
+        return tuple.__new__(cls, [given[name] for name in cls._fields])
+
+    @classmethod
+    def _make(cls, values: Iterable[Any]) -> Any:
+        return cls(*values)
+
+    def _replace(self, **changes: Any) -> Any:
+        return type(self)(**{**self._asdict(), **changes})
+
+    def _asdict(self) -> dict[str, Any]:
+        return dict(zip(self._fields, self))
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return _shown(self, self._asdict())
+
+
+@lru_cache(maxsize=MOST)
+def stand_in_tuple(module: str, qualname: str, names: tuple[str, ...]) -> type:
+    fields: dict[str, Any] = {name: property(itemgetter(i)) for i, name in enumerate(names)}
+    return _named(module, qualname, _StandInTuple, {"__slots__": (), **fields, "_fields": names})
+
+
+# ---- Dataclasses -----------------------------------------------------------------------------------------------------
+
+
+class StandInDataclass:
+    """The fields alone."""
+
+    _fields: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: Sequence[Any], keys: Sequence[str] | None) -> Any:
+        """One with these values of its fields. keys: the fields that are items as well; None of what is no mapping."""
+        made = cls() if keys is None else cls(keys)  # type: ignore[call-arg]
+        for name, value in zip(cls._fields, values):
+            object.__setattr__(made, name, value)
+        return made
+
+    def parts(self) -> tuple[tuple[Any, ...], tuple[str, ...] | None]:
+        """What `of` takes. (A field may have the name of a method.)"""
+        return tuple(getattr(self, name) for name in type(self)._fields), None
+
+    def __repr__(self) -> str:
+        return _shown(self, dict(zip(type(self)._fields, type(self).parts(self)[0])))
+
+
+class _StandInMapping(StandInDataclass, Mapping[str, Any]):
+    """One that is a mapping as well (as what models of transformers return): by name, and as those also by number."""
+
+    __keys: Sequence[str] = ()  # (no field is named like this)
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.__keys = tuple(dict.fromkeys(keys))
+
+    def parts(self) -> tuple[tuple[Any, ...], tuple[str, ...] | None]:
+        return super().parts()[0], tuple(self.__keys)
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key not in self.__keys:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__keys)
+
+    def __len__(self) -> int:
+        return len(self.__keys)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # of dataclasses of tensors: by identity
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The items alone, in their order."""
+        return tuple(getattr(self, key) for key in self.__keys)
+
+
+@lru_cache(maxsize=MOST)
+def stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...], is_mapping: bool) -> Any:
+    base = _StandInMapping if is_mapping else StandInDataclass
+    made = _named(module, qualname, base, {"_fields": names})
+    if len(_made) < MOST:  # whoever is told keeps it
+        _made.append(made)
+        for tell in _told:
+            tell(made)
+    return made
+
+
+def _named(module: str, qualname: str, base: type, members: dict[str, Any]) -> type:
+    return type(
+        qualname.rpartition(".")[2], (base,), {**members, "__module__": module, "__qualname__": qualname}
+    )
+
+
+def _shown(x: Any, fields: Mapping[str, Any]) -> str:
+    return f"{type(x).__qualname__}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
