@@ -539,6 +539,7 @@ def test_r38_records_that_only_the_worker_knows_are_results_of_compiled_programs
         close(y_dot.twice, 2 * x)
         t = torch.arange(3.0, dtype=torch.float64)
         close(torch.func.vmap(f)(torch.stack([t, t])).twice[1], 2 * x)
+        close(tf.function(f)(tf.range(3.0, dtype=tf.float64)).twice, 2 * x)
     assert list(y) == ["twice"] and y["twice"] is y[0] is y.twice and y.nothing is None
 
 

@@ -400,6 +400,10 @@ def test_a_dataclass_that_is_also_a_mapping_keeps_its_items() -> None:
         and "logits" not in there
     )
     assert flatten(fill(structure, [leaf]), is_tensor) == (structure, [leaf])
+    again = type(there)({"logits": 5}.items())
+    assert (list(again), again["logits"], again.logits, again.hidden) == (["logits"], 5, 5, None)
+    with pytest.raises(TypeError, match="no items but logits, hidden"):
+        type(there)({"beside": 3})
     out["beside"] = 3
     with pytest.raises(UnsupportedTensorError, match=r"items beside its fields.*dict\(x\)"):
         flatten(out, is_tensor)

@@ -74,7 +74,7 @@ class StandInDataclass:
     @classmethod
     def of(cls, values: Sequence[Any], keys: Sequence[str] | None) -> Any:
         """One with these values of its fields. keys: the fields that are items as well; None of what is no mapping."""
-        made = cls() if keys is None else cls(keys)  # type: ignore[call-arg]
+        made = object.__new__(cls)
         for name, value in zip(cls._fields, values):
             object.__setattr__(made, name, value)
         return made
@@ -92,8 +92,20 @@ class _StandInMapping(StandInDataclass, Mapping[str, Any]):
 
     __keys: Sequence[str] = ()  # (no field is named like this)
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self.__keys = tuple(dict.fromkeys(keys))
+    def __init__(self, items: Any = ()) -> None:
+        """As of a dict; fields that are not among the items are None."""
+        given = dict(items)
+        if not given.keys() <= set(type(self)._fields):
+            raise TypeError(f"{type(self).__qualname__} has no items but {', '.join(type(self)._fields)}")
+        for name in type(self)._fields:
+            object.__setattr__(self, name, given.get(name))
+        self.__keys = tuple(given)
+
+    @classmethod
+    def of(cls, values: Sequence[Any], keys: Sequence[str] | None) -> Any:
+        made = super().of(values, None)
+        made.__keys = tuple(dict.fromkeys(keys or ()))
+        return made
 
     def parts(self) -> tuple[tuple[Any, ...], tuple[str, ...] | None]:
         return super().parts()[0], tuple(self.__keys)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, BY_NAME, DType
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
+from gradwire_wire.structures import on_stand_in
 
 __all__ = ["NAME", "adopt", "aval", "export", "is_tensor", "tf_dtype"]
 
@@ -118,3 +119,12 @@ def tf_dtype(dtype: DType) -> Any:
         raise DtypeError(
             f"TensorFlow {tf.__version__} has no {dtype.name}; convert the tensor before the call, to bfloat16 or float32"
         ) from None
+
+
+def _register(cls: Any) -> None:
+    """TensorFlow walks what stands for a dataclass, by the methods that it asks for. (A mapping it walks anyway.)"""
+    cls.__tf_flatten__ = lambda x: (None, cls.parts(x)[0])
+    cls.__tf_unflatten__ = classmethod(lambda cls, _, values: cls.of(values, None))
+
+
+on_stand_in(_register)
