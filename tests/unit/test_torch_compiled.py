@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -75,6 +77,36 @@ def test_trees_and_keywords(remote: Callable[..., Remote]) -> None:
     total, *rest, (three, place) = found["aux"]
     assert (rest, three) == ([None, "s"], 3)
     equal((found["y"], total, place), (x * 2, x.sum(), x.argmax()))
+
+
+Pair = namedtuple("Pair", "product total")
+
+
+@dataclass
+class Box:
+    product: Any
+    total: Any
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's own
+@pytest.mark.parametrize("kind", [Pair, Box, OrderedDict])
+def test_r38_results_that_dynamo_does_not_make_break_the_graph(
+    kind: Any, remote: Callable[..., Remote]
+) -> None:
+    g = lambda x, w: kind(product=(x @ w).sin(), total=x.sum())  # noqa: E731
+    r, found = remote(g), []
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = r(x * 2, w)
+        found.append(type(y))
+        return ((y["product"] if kind is OrderedDict else y.product) ** 2).sum()
+
+    wanted = lambda x, w: ((2 * x @ w).sin() ** 2).sum()  # noqa: E731
+    for _ in range(2):
+        equal(gradients(torch.compile(loss, backend="aot_eager")), gradients(wanted))
+    assert set(found) == {kind}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_rebuilt"):
+        whole(r)(double(4), double(4, 4))
 
 
 def test_one_graph_for_all_sizes(remote: Callable[..., Remote]) -> None:

@@ -1,4 +1,4 @@
-"""What torch.compile sees of a remote call: one operator, and no graph break.
+"""What torch.compile sees of a remote call: one operator, and no graph break unless its results are no plain tree.
 
 Dynamo reads Python. What it can follow is here, with no table, cache or foreign object in sight; what must
 happen while it compiles, and gives a constant, is in functions marked so (`constant`). Trees cross between
@@ -46,7 +46,8 @@ def traced(remote: Any, args: Any, kwargs: Any) -> Any:
     keep = int(with_gradient and any([x.requires_grad for x in tensors]))
     run = torch.ops.gradwire.call_in_order if in_order else torch.ops.gradwire.call
     results = run(call, "()", 0, False, keep, True, None, tensors)
-    return _filled(_result_template(call), results)
+    wanted = _result_template(call)
+    return _rebuilt(call, results) if wanted is None else _filled(wanted, results)
 
 
 def _template(x: Any, tensors: list[Any]) -> tuple[Any, ...]:
@@ -100,9 +101,23 @@ def _described(
 
 
 @constant
-def _result_template(call: str) -> tuple[Any, ...]:
+def _result_template(call: str) -> tuple[Any, ...] | None:
+    """None where a namedtuple, a dataclass or the like is among the results, which Dynamo does not make."""
     found = operator.structure(call)
-    return _plain(fill(found, [_Leaf(i) for i in range(leaf_count(found))]))
+    try:
+        return _plain(fill(found, [_Leaf(i) for i in range(leaf_count(found))]))
+    except _NotPlain:
+        return None
+
+
+@torch._disable_dynamo
+def _rebuilt(call: str, results: Any) -> Any:
+    """The tree again, between two graphs. (The last result is the token.)"""
+    return fill(operator.structure(call), list(results[:-1]))
+
+
+class _NotPlain(Exception):
+    pass
 
 
 class _Leaf(int):
@@ -114,11 +129,8 @@ def _plain(x: Any) -> tuple[Any, ...]:
         return (LEAF, int(x))
     if type(x) is tuple or type(x) is list:
         return (TUPLE if type(x) is tuple else LIST, tuple(_plain(v) for v in x))
-    if isinstance(x, dict):
+    if type(x) is dict:
         return (DICT, tuple((k, _plain(v)) for k, v in x.items()))
     if x is None or isinstance(x, bool | int | float | complex | str | bytes):
         return (CONSTANT, x)
-    raise UsageError(
-        f"a result tree with a {type(x).__qualname__} cannot be rebuilt in a compiled function. Return dicts, "
-        "lists, tuples and scalars, or call the remote function outside of torch.compile"
-    )
+    raise _NotPlain
