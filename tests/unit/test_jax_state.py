@@ -202,10 +202,11 @@ for wrap in (lambda f: f, jax.jit):
         assert "runs on 2 devices" in str(error)
     assert len(handle.messages) == before + 1
 
-product = ScriptedHandle(
-    lambda m: [m.linear[0] * m.arrays[1 - i] for i in m.word[-1][1]] if m.word else [m.arrays[0] * m.arrays[1]],
-    lambda avals: avals[:1],
-)
+def products(m):
+    pulled = [op[1] for op in m.word if op[0] == "T"]
+    return [m.linear[0] * m.arrays[1 - i] for i in pulled[0]] if pulled else [m.arrays[0] * m.arrays[1]]
+
+product = ScriptedHandle(products, lambda avals: avals[:1])
 multiply = lambda x, w: gradwire.jax.call(product, Site(positional(2)), [x, w])[0]
 if hasattr(jax, "shard_map"):  # what the shards share has the sum of their cotangents
     specs = {"in_specs": (PartitionSpec("d"), PartitionSpec()), "out_specs": PartitionSpec("d")}
@@ -213,6 +214,17 @@ if hasattr(jax, "shard_map"):  # what the shards share has the sum of their cota
     for wrap in (lambda f: f, jax.jit):
         bars = wrap(jax.grad(lambda x, w: split(x, w).sum(), (0, 1)))(jnp.arange(4.0), jnp.array([1.0, 3.0]))
         assert [bar.tolist() for bar in bars] == [[1, 3, 1, 3], [2, 4]]
+
+if hasattr(jax, "set_mesh"):  # where types say what is sharded, cotangents and rows have the types of their operands
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, w = [jax.device_put(v, NamedSharding(mesh, PartitionSpec("d"))) for v in (jnp.arange(4.0), jnp.arange(4.0) + 1)]
+        pull = jax.grad(lambda x, w: multiply(x, w).sum(), (0, 1))
+        for wrap in (lambda f: f, jax.jit):
+            for derivative in (pull, jax.vmap(pull)):
+                bars = wrap(derivative)(x, w)
+                assert [bar.tolist() for bar in bars] == [[1, 2, 3, 4], [0, 1, 2, 3]]
+                assert all(jax.typeof(bar) == jax.typeof(x) for bar in bars)
 """
 
 

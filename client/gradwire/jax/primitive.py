@@ -217,8 +217,21 @@ def _transpose(cotangents: Sequence[Any], *values: Any, derived: Derived) -> lis
         results = [results[j] for j in wanted]
     answers = [None] * len(values)
     for j, y in zip(wanted, results, strict=True):
-        answers[len(values) - len(operands) + fixed + j] = _sum_shared(y, [v[1][fixed + j] for v in batches])
+        own = _sum_shared(y, [v[1][fixed + j] for v in batches])
+        answers[len(values) - len(operands) + fixed + j] = _placed_as(own, operands[fixed + j].aval)
     return answers
+
+
+def _placed_as(cotangent: Any, aval: Any) -> Any:
+    """The cotangent where its operand's type says that it is, on a mesh with explicit axes; our results are not sharded."""
+    spec = _spec_of(aval)
+    if not any(spec) or spec == _spec_of(_typeof(cotangent)):
+        return cotangent
+    return jax.sharding.reshard(cotangent, aval.sharding)
+
+
+def _spec_of(aval: Any) -> tuple[Any, ...]:
+    return tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
 
 
 def _sum_shared(x: Any, mapped: Sequence[bool]) -> Any:
@@ -236,6 +249,22 @@ ad.primitive_transposes[primitive] = _transpose
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, derived: Derived) -> tuple[list[Any], list[Any]]:
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     mapped = [d is not None for d in dims]
+    results, own = _batched(args, mapped, derived)
+    like = _typeof(args[mapped.index(True)])
+    return [y if d is None else _placed_by_row(y, like) for y, d in zip(results, own, strict=True)], own
+
+
+def _placed_by_row(result: Any, like: Any) -> Any:
+    """The result with its rows where the operands have theirs, if their types say so (a mesh with explicit axes)."""
+    spec = _spec_of(like)
+    if not any(spec[:1]):
+        return result
+    parts = jax.sharding.PartitionSpec(spec[0], *[None] * (result.ndim - 1))
+    return jax.sharding.reshard(result, like.sharding.update(spec=parts))
+
+
+def _batched(args: list[Any], mapped: list[bool], derived: Derived) -> tuple[list[Any], list[Any]]:
+    """Results and their batched axes, of operands whose batched axis is the first."""
     if (
         derived.site.vmap == "sequential"
         or _has_seeds(derived, mapped)
