@@ -188,6 +188,10 @@ def _instead_of(x: Any) -> str:
     """What to do about a value that cannot be sent."""
     if hasattr(x, "as_list") and hasattr(x, "rank"):
         return "a shape can be sent as x.as_list()"
+    if hasattr(type(x), "__array__"):
+        return "send numpy.asarray(x)"
+    if hasattr(type(x), "toarray"):  # scipy's sparse ones
+        return "send x.toarray(), or its parts"
     if isinstance(x, Enum):
         return "send x.value"
     if isinstance(x, Mapping):
