@@ -46,7 +46,7 @@ def timed_out(timeout_s: float, doing: str) -> str:
 def ended_early(end: End, doing: str) -> str:
     """Why there is no worker where its process ended on its own, without a word."""
     hint = _HINTS.get(end.signal or "", "")
-    if end.exit_code == 0 and doing == "starting the interpreter":
+    if end.exit_code is not None and doing == "starting the interpreter":
         hint = "Is that a Python interpreter?"
     return f"its process ended ({end}) while {doing}" + (f". {hint}" if hint else "")
 

@@ -103,7 +103,9 @@ def __getattr__(name: str) -> Any:
     if name in _FACES:
         return _face(name)
     if name not in _HOMES:
-        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'gradwire' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     found = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOMES[name]}"), name)
     return found
 

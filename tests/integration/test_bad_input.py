@@ -31,6 +31,8 @@ def numpy_worker(worker_of: Workers) -> Iterator[gw.Worker]:
         ("no_such_module:f", "path="),
         ("no/such/file.py:f", "looked at"),
         ("any_framework", "pkg.mod:attr"),
+        ("any_framework.double", "did you mean 'any_framework:double'"),
+        ("any_framework.py", "'any_framework.py:attr'"),
     ],
 )
 def test_unknown_target(numpy_worker: gw.Worker, target: str, said: str) -> None:
@@ -59,6 +61,11 @@ def test_a_module_that_raises_while_imported(numpy_worker: gw.Worker) -> None:
 def test_what_cannot_be_sent(numpy_worker: gw.Worker, value: object) -> None:
     with pytest.raises(gw.UnsupportedTensorError):
         numpy_worker.function("any_framework:identity")(value)
+
+
+def test_what_a_factory_loaded_as_a_function_makes(numpy_worker: gw.Worker) -> None:
+    with pytest.raises(gw.UnsupportedTensorError, match=r"the result: a operator.itemgetter .*worker.module"):
+        numpy_worker.function("operator:itemgetter")(0)
 
 
 def test_two_families_in_one_call(numpy_worker: gw.Worker) -> None:

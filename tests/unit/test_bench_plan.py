@@ -142,6 +142,14 @@ def test_what_is_written_wrongly_is_a_sentence(
     assert says in said.err and "Traceback" not in said.err and not said.out
 
 
+def test_json_without_a_file_is_all_that_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gradwire.commands.bench.measured", lambda plan, callers: {"callers": callers})
+    assert main(["bench", "--framework", "numpy", "--callers", "numpy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"callers": ["numpy"]}
+
+
 def test_a_pipe_whose_server_dies_is_a_sentence(tmp_path: Path) -> None:
     import sys
 

@@ -59,7 +59,7 @@ class Loaded:
             there_are = ", ".join(sorted(self._named)) or "none"
             raise UnknownTargetError(
                 f"a target is 'pkg.mod:attr' or 'path/file.py:attr', or the name of something that worker {self._worker!r} "
-                f"loaded when it started; {name!r} is neither (names: {there_are})"
+                f"loaded when it started; {name!r} is neither (names: {there_are}){_with_colon(name)}"
             )
         if args or kwargs:
             raise UsageError(
@@ -75,9 +75,17 @@ class Loaded:
         elif is_module and (args or kwargs):
             raise UsageError(f"{target} is an instance, not a factory: it takes no arguments here")
         if not is_module and not callable(found):  # what a module is, its framework's file knows
-            raise UsageError(f"{target} is a {type(found).__name__}, which cannot be called")
+            raise UsageError(f"{target} is of type {type(found).__name__}, which cannot be called")
         program: Program = self._engine.program(found, is_module=is_module)
         return program
+
+
+def _with_colon(name: str) -> str:
+    """What a target without its colon was probably meant to be."""
+    if name.endswith(".py"):
+        return f"; name what is in it: '{name}:attr'"
+    module, _, attribute = name.rpartition(".")
+    return f"; did you mean '{module}:{attribute}'?" if module else ""
 
 
 def _made_by(factory: Any, target: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -54,7 +54,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--callers", metavar="A,B", help=f"only these of {', '.join(CALLERS)}")
     parser.add_argument("--seconds", type=positive, default=1.0, metavar="S", help="for each figure (1)")
     parser.add_argument(
-        "--json", metavar="FILE", help="write everything there as JSON; - is stdout, without the table"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write everything there as JSON; without FILE, or as -, to stdout, without the table",
     )
     parser.add_argument("--plot", metavar="PREFIX", help="write PREFIX.png and PREFIX.svg: time over size")
 

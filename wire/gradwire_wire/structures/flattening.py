@@ -205,6 +205,8 @@ def _instead_of(x: Any) -> str:
         return "await it, and send what it gives"
     if hasattr(x, "add_done_callback"):
         return "it will have a result: wait for that (.result()), or make the call by .submit(...), which takes futures"
+    if callable(x):
+        return "what is called stays in its process: load it there by worker.function(...), what a factory makes by worker.module(...)"
     return "convert it, or make it inside the worker"
 
 
