@@ -338,6 +338,22 @@ def test_r69_user_code_that_takes_the_signal_away_does_not_keep_it(
     assert (remote("double")(X) == 2 * X).all()
 
 
+@pytest.mark.parametrize("base", ["TimeoutError", "BaseException"])
+def test_a_handler_that_user_code_left_raises_between_calls(
+    bridge: gw.Bridge, tmp_path: pathlib.Path, base: str
+) -> None:
+    """An exception is shown, and the worker lives on; what ends its loop ends the process, whatever threads there are."""
+    worker = bridge.worker("numpy", name="alarmed", path=[TARGETS], restart="on-failure")
+    double, pid, note = worker.function("fragile:double"), worker.pid, tmp_path / "rang"
+    worker.function("fragile:leave_alarm")(X, str(note), base)
+    deadline = time.monotonic() + 20
+    while not note.exists() or (base == "BaseException" and worker.alive):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert (double(X) == 2 * X).all() and (worker.pid == pid) is (base == "TimeoutError")
+    worker.close()
+
+
 # ---- Ctrl-C (R62) ------------------------------------------------------------------------------------------------------
 
 HEAD = f"""

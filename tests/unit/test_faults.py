@@ -81,6 +81,13 @@ class Passed(errors.RemoteError):
         raise KeyboardInterrupt
 
 
+class Secretive(Exception):
+    """Not even its class can be asked for, nor its arguments or its traceback."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is a secret")
+
+
 class Renamed(Exception):
     pass
 
@@ -143,6 +150,7 @@ def test_a_key_errors_message_is_the_key() -> None:
         Leaves(),
         Nameless("x"),
         Passed("x"),
+        pytest.param(Secretive("x"), id="Secretive"),
         Renamed("x"),
         ValueError("\ud800 half"),
         ValueError(b"bytes", object()),

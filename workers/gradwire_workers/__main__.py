@@ -57,7 +57,12 @@ def main(lifeline_fd: int) -> int:
     except CannotStart as error:
         lifeline.send_nowait(CouldNot(str(error).encode("utf-8", "backslashreplace").decode()[-MOST_TEXT:]))
         return 1
-    desk.serve(lifeline.fileno(), lambda: _heed(lifeline, desk, engine))
+    try:
+        desk.serve(lifeline.fileno(), lambda: _heed(lifeline, desk, engine))
+    except BaseException as error:  # user code's threads and exit functions would keep it, serving nobody
+        from gradwire_workers.interrupts import leave
+
+        leave(error)
     lifeline.close()
     return 0
 

@@ -14,7 +14,9 @@ reply can block: a client that is gone or does not read loses its reply, and its
 from __future__ import annotations
 
 import os
+import sys
 import time
+import traceback
 from functools import lru_cache
 from typing import Any, Callable, Sequence
 
@@ -52,6 +54,15 @@ SHORT = 256
 """Bytes of a verb's arguments that are remembered."""
 _SCALARS = frozenset((type(None), bool, int, float, str))
 Act = Callable[[Session, Any, "list[Carrier | None]", Any], "Reply | None"]
+
+
+def _none_ready(error: Exception) -> dict[Any, int]:
+    """What a signal handler that user code has left raised while nobody called: it is shown, and nothing was lost by it."""
+    if isinstance(error, sockets.SocketError):  # the poller's own
+        raise error
+    print("gradwire: a signal handler of user code raised, between calls:", file=sys.stderr)
+    traceback.print_exception(type(error), error, error.__traceback__)
+    return {}
 
 
 class Desk:
@@ -140,7 +151,10 @@ class Desk:
         while True:
             is_awake = turns.awake is not None and self._serve_awake(*turns.awake)
             reception.reserve.keep_room()
-            ready = dict(poller.poll(0 if is_awake or turns.unread else None))
+            try:
+                ready = dict(poller.poll(0 if is_awake or turns.unread else None))
+            except Exception as error:
+                ready = _none_ready(error)
             if control in ready and not on_control():
                 return
             if knocks in ready:

@@ -20,21 +20,22 @@ _OWN = tuple(
 )
 
 
-def failed(call_id: int, error: BaseException) -> Failed:
-    """gradwire's own errors keep their class; everything else is the user's and becomes RemoteError.
+def failed(call_id: int, error: Any) -> Failed:
+    """error: any exception. gradwire's own errors keep their class; everything else is the user's and becomes RemoteError.
 
     Raises nothing, whatever the error's class, ``__str__`` or attributes do: the worker lives on after it.
     """
-    if isinstance(error, RemoteError):  # of a worker that this one called: passed on as what it is
+    kind = type(error)  # and not isinstance, which asks the error itself for its class
+    if issubclass(kind, RemoteError):  # of a worker that this one called: passed on as what it is
         name, message = (
-            _shown(lambda: with_base(error.type_name, type(error)), "its type"),
+            _shown(lambda: with_base(error.type_name, kind), "its type"),
             _shown(lambda: error.message, "its message"),
         )
         return Failed(call_id, "RemoteError", name, message, _formatted(error))
-    if isinstance(error, GradwireError):
+    if issubclass(kind, GradwireError):
         hint = "recompute" if getattr(error, "recompute", False) else ""
         return Failed(call_id, _own_class(error), hint, _text_of(error), "")
-    return Failed(call_id, "RemoteError", _name_of(type(error)), _text_of(error), _formatted(error))
+    return Failed(call_id, "RemoteError", _name_of(kind), _text_of(error), _formatted(error))
 
 
 def _own_class(error: GradwireError) -> str:
@@ -56,7 +57,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_key(error: BaseException) -> bool:
-    return isinstance(error, KeyError) and len(error.args) == 1
+    return issubclass(type(error), KeyError) and len(error.args) == 1
 
 
 def _formatted(error: BaseException) -> str:

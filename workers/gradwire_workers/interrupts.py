@@ -21,7 +21,7 @@ from typing import Any
 from gradwire_wire.interruption import postponed
 from gradwire_wire.segments import Ledger
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "leave"]
 
 _SIGINT = int(signal.SIGINT)
 _forked: list[int] = []  # the process id of this process, where it is a child that was forked
@@ -57,7 +57,7 @@ class Interrupts:
         self._running = None
         postponed.clear()  # the call that it was meant for is over
         if _forked and _forked[0] != self._pid:
-            _leave(sys.exc_info()[1])
+            leave(sys.exc_info()[1])
 
     def _on_signal(self, _signum: int, _frame: Any) -> None:
         running = self._running
@@ -71,7 +71,7 @@ class Interrupts:
             raise KeyboardInterrupt("the caller has abandoned this call")
 
 
-def _leave(error: BaseException | None) -> None:
+def leave(error: BaseException | None) -> None:
     """End this process as Python ends a script that has ended like that; nothing that belongs to the parent is touched."""
     code: Any = 0
     try:

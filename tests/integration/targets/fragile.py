@@ -38,6 +38,22 @@ double.spec = lambda x: x  # type: ignore[attr-defined]
 nap.spec = lambda x, seconds: x  # type: ignore[attr-defined]
 
 
+def leave_alarm(x: Any, note: str, base: str) -> Any:
+    """A handler of SIGALRM stays, which makes that file and raises once nobody calls; and a thread."""
+
+    def ring(_: int, frame: Any) -> None:
+        if frame.f_code.co_name != "poll":
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            return
+        Path(note).touch()
+        raise {"TimeoutError": TimeoutError, "BaseException": BaseException}[base]("alarm")
+
+    threading.Thread(target=time.sleep, args=(600,), daemon=base == "TimeoutError").start()
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return x
+
+
 def pid(x: Any) -> Any:
     return x + os.getpid()
 
