@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from gradwire_wire.page import page_lane_pair, received_page_lane
 from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import fill, flatten, positional
 from gradwire_wire.tether import Tether, TetherClosedError, connect_tether
+from gradwire_workers.desk import Desk
 from gradwire_workers.turns import Turns
 
 TOKEN, INCARNATION = b"t" * 16, b"i" * 16
@@ -254,6 +256,15 @@ def test_a_page_that_is_awake_is_not_forgotten_for_another() -> None:
 
 
 # ---- Messages --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_handler_raises_while_a_page_is_looked_at_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    desk, lane = Mock(), Mock()
+    lane.is_next_here.side_effect = TimeoutError("a late alarm")
+    assert Desk._serve_awake(desk, lane, Mock()) is True
+    assert not lane.next.called and "TimeoutError: a late alarm" in capfd.readouterr().err
+    lane.is_next_here.side_effect = sockets.Unreachable("gone")
+    assert Desk._serve_awake(desk, lane, Mock()) is False and desk._reception.close_lane.called
 
 
 def test_R57_random_frames_are_answered_or_dropped(client: Client) -> None:

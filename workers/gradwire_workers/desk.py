@@ -58,7 +58,7 @@ Act = Callable[[Session, Any, "list[Carrier | None]", Any], "Reply | None"]
 
 def _none_ready(error: Exception) -> dict[Any, int]:
     """What a signal handler that user code has left raised while nobody called: it is shown, and nothing was lost by it."""
-    if isinstance(error, sockets.SocketError):  # the poller's own
+    if isinstance(error, (sockets.SocketError, sockets.Unreachable)):  # the poller's own, or the page's
         raise error
     print("gradwire: a signal handler of user code raised, between calls:", file=sys.stderr)
     traceback.print_exception(type(error), error, error.__traceback__)
@@ -183,7 +183,13 @@ class Desk:
         """
         until = time.perf_counter() + TURN_S
         try:
-            while lane.is_next_here():
+            while True:
+                try:
+                    if not lane.is_next_here():
+                        break
+                except Exception as error:
+                    _none_ready(error)
+                    return True
                 received = lane.next()
                 if received is not None:
                     self._serve(session, received, lane)
