@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -749,6 +750,34 @@ def test_a_graph_of_another_process_calls_nothing_here(remote: Callable[..., Rem
     assert host(np.int64(marks[0]), 1, 2) == (1, 2)
     with pytest.raises(UsageError, match="saved in another process"):
         host(np.int64(marks[0] + 1), 1, 2)
+
+
+def test_r39_a_saved_graph_is_differentiated_in_the_process_that_saved_it(
+    remote: Callable[..., Remote], tmp_path: pathlib.Path
+) -> None:
+    class Saved(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([4], tf.float64)])
+        def __call__(self, x: Any) -> Any:
+            return loss_of(r)(x, constant(4, 4))
+
+    def slope(f: Function, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = f(x)
+        return tape.gradient(loss, x)
+
+    r, x = remote(THERE["f"]), constant(4)
+    saved = Saved()
+    tf.saved_model.save(saved, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    equal(slope(loaded, x), slope(saved, x))
+    with pytest.raises(
+        (TypeError, ValueError, tf.errors.InvalidArgumentError)
+    ):  # loud, whatever TensorFlow says
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows = tf.vectorized_map(loaded, tf.stack([x, x]))
+        tape.gradient(rows, x)
 
 
 def test_r39_a_size_that_is_padded_is_not_taken_for_fixed(remote: Callable[..., Remote]) -> None:

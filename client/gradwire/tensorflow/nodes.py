@@ -188,11 +188,23 @@ def _gradient_of_copy(operation: Any, *cotangents: Any) -> list[Any]:
 
     `tf.vectorized_map`, `jacobian` and `batch_jacobian` do so, into a loop over the rows, and would have zeros there.
     """
+    if operation is None:  # it is traced to be saved with a graph, of which it is told nothing
+        return _refused_when_run(cotangents)
     call = _calls[operation.get_attr("token")]
     (_, _, *operands), (*results, kept) = operation.inputs, operation.outputs
     call.set_shapes(results)
     call.set_shapes(cotangents[:-1])
     return [None, None, *_graph_pullback(call.fn, operands, kept, results, cotangents[:-1])]
+
+
+def _refused_when_run(tensors: Sequence[Any]) -> list[Any]:
+    """So many tensors which nobody will have. (With the node around the call its own rule is saved.)"""
+    why = (
+        "gradwire: the derivative by tf.vectorized_map or with experimental_use_pfor=True of a remote call in a saved graph "
+        "is not saved with it. Build the graph anew, or use experimental_use_pfor=False"
+    )
+    with tf.control_dependencies([tf.debugging.Assert(tf.constant(False), [why])]):
+        return [tf.identity(x) for x in tensors]
 
 
 def _host(
