@@ -115,6 +115,7 @@ def _strange() -> dict[str, torch.Tensor]:
         "quantised": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         "nested": torch.nested.nested_tensor([x, x[:2]]),
         "complex32": torch.zeros(2, dtype=torch.complex32),
+        "functionalize": torch._to_functional_tensor(x),
     }
 
 

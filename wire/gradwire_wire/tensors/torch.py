@@ -6,7 +6,7 @@ raises there, and is then converted (conjugate bits, other devices) or refused b
 
 from __future__ import annotations
 
-from typing import Any, Iterable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ def _kind(name: str, wire: DType) -> _Kind:
 
 _KINDS = {wire: _kind(name, wire) for name, wire in BY_NAME.items() if hasattr(torch, name)}
 _BY_NATIVE = {kind.native: kind for kind in _KINDS.values()}
+_is_functional: Callable[[Any], bool] = getattr(torch, "_is_functional_tensor", lambda x: False)
 
 
 def is_tensor(x: Any) -> bool:
@@ -82,7 +83,7 @@ def _no_kind(dtype: Any) -> UnsupportedTensorError:
 
 def export(x: Any) -> Carrier:
     kind = _BY_NATIVE.get(x.dtype)
-    if kind is None:
+    if kind is None or _is_functional(x):  # whose .numpy() is whatever lies where it points, without a word
         raise _refusal(x)
     try:
         return _shown(x.detach() if x.requires_grad else x, kind)
@@ -121,6 +122,8 @@ def _what(x: Any) -> str | None:
         return f"a tensor of layout {str(x.layout)[6:]} (sparse or opaque) cannot be sent. Send x.to_dense(), or its parts"
     if type(x).__name__ == "FakeTensor":
         return "a fake tensor has no values to send. Use Remote.spec for shapes, or pass a real tensor"
+    if _is_functional(x):
+        return "a tensor of torch.func.functionalize has no memory of its own. Make the call outside of it"
     if x.device.type == "meta":
         return (
             "a tensor on device meta has no values to send. Use Remote.spec for shapes, or pass a real tensor"
