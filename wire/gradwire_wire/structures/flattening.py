@@ -188,7 +188,7 @@ def _instead_of(x: Any) -> str:
     """What to do about a value that cannot be sent."""
     if hasattr(x, "as_list") and hasattr(x, "rank"):
         return "a shape can be sent as x.as_list()"
-    if hasattr(type(x), "__array__"):
+    if hasattr(type(x), "__array__") and _is_array_like(x):
         return "send numpy.asarray(x)"
     if hasattr(type(x), "toarray"):  # scipy's sparse ones
         return "send x.toarray(), or its parts"
@@ -208,6 +208,14 @@ def _instead_of(x: Any) -> str:
     if callable(x):
         return "what is called stays in its process: load it there by worker.function(...), what a factory makes by worker.module(...)"
     return "convert it, or make it inside the worker"
+
+
+def _is_array_like(x: Any) -> bool:
+    """Whether numpy makes a plain array of it. (A symbolic tensor says so, and refuses.)"""
+    try:
+        return bool(np.asarray(x).dtype.kind in "biufc")
+    except Exception:
+        return False
 
 
 @lru_cache(maxsize=64)
