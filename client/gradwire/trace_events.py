@@ -181,14 +181,14 @@ class _Events:
             "pid": pid,
             "tid": tid,
             "ts": self._at(begin),
-            "dur": (max(begin, end) - begin) / 1000,
+            "dur": max(0, end - max(begin, self._recorded.started)) / 1000,
         }
         if arguments:
             made["args"] = arguments
         return made
 
     def _at(self, ns: int) -> float:
-        return (ns - self._recorded.started) / 1000
+        return max(0, ns - self._recorded.started) / 1000  # (a worker may have waited since an earlier trace)
 
 
 def _arguments(noted: Message, invocation: Invocation | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_an_error_that_was_handled_holds_nothing(workers: tuple[gw.Worker, gw.Wo
 
     ways: dict[str, Any] = {
         "in turn": fail,
-        "deadline": lambda x: nap.options(timeout=0.05)(x, 0.4),
+        "deadline": lambda x: nap.options(timeout=0.05)(x, 20.0),
         "submit": lambda x: fail.submit(x).result(60),
         "exception": lambda x: fail.submit(x).exception(30),
         "again": lambda x: fail.submit(double.submit(x)).result(60),
