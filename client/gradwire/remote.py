@@ -306,8 +306,8 @@ class Remote:
             structure, leaves = self._flatten(args, kwargs)
             given = exported(leaves, structure)
         tree, carriers = self.handle.change_state(verb, structure, given, self._options.timeout)
-        family = tensors_named(self._options.family or "numpy") if carriers else None
-        return checked_state(verb, fill(tree, [family.adopt(c) for c in carriers] if family else ()))
+        adopt = tensors_named(self._options.family or "numpy").adopt
+        return checked_state(verb, fill(tree, [adopt(c) for c in carriers]))
 
     @property
     def seed_operand(self) -> list[Any]:

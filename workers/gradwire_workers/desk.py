@@ -50,19 +50,11 @@ from gradwire_workers.users_code import UsersCode
 __all__ = ["Desk"]
 
 RESIDUAL_BYTES = 512 << 20
+MOST_RAISED = 100
 SHORT = 256
 """Bytes of a verb's arguments that are remembered."""
 _SCALARS = frozenset((type(None), bool, int, float, str))
 Act = Callable[[Session, Any, "list[Carrier | None]", Any], "Reply | None"]
-
-
-def _none_ready(error: Exception) -> dict[Any, int]:
-    """What a signal handler that user code has left raised while nobody called: it is shown, and nothing was lost by it."""
-    if isinstance(error, (sockets.SocketError, sockets.Unreachable)):  # the poller's own, or the page's
-        raise error
-    print("gradwire: a signal handler of user code raised, between calls:", file=sys.stderr)
-    traceback.print_exception(type(error), error, error.__traceback__)
-    return {}
 
 
 class Desk:
@@ -112,6 +104,7 @@ class Desk:
             answers=self.answers,
             residuals=self._residuals,
         )
+        self._raised = 0  # in a row, between calls
         self._acts = self._table()
 
     def _table(self) -> dict[type, Act]:
@@ -153,8 +146,13 @@ class Desk:
             reception.reserve.keep_room()
             try:
                 ready = dict(poller.poll(0 if is_awake or turns.unread else None))
+            except sockets.SocketError:
+                raise
             except Exception as error:
-                ready = _none_ready(error)
+                self._note_raised(error)
+                ready = {}
+            else:
+                self._raised = 0
             if control in ready and not on_control():
                 return
             if knocks in ready:
@@ -168,6 +166,17 @@ class Desk:
                     self._serve_router()
                 elif self._far is not None:
                     self._serve_far(self._far, waited)
+
+    def _note_raised(self, error: Exception) -> None:
+        """A signal handler that user code has left raised while nobody called: it is shown, and nothing was lost by it.
+
+        What is raised again and again, before anything else can be done, is none of that, and ends the worker.
+        """
+        self._raised += 1
+        if self._raised > MOST_RAISED:
+            raise error
+        print("gradwire: a signal handler of user code raised, between calls:", file=sys.stderr)
+        traceback.print_exception(type(error), error, error.__traceback__)
 
     def _forget(self, session: Session) -> None:
         """A client is gone: its residuals go, and its loans."""
@@ -187,8 +196,10 @@ class Desk:
                 try:
                     if not lane.is_next_here():
                         break
+                except sockets.Unreachable:
+                    raise
                 except Exception as error:
-                    _none_ready(error)
+                    self._note_raised(error)
                     return True
                 received = lane.next()
                 if received is not None:

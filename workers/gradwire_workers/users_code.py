@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.chain import serve
-from gradwire_wire.segments import Ledger
 from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
 from gradwire_workers.plans import Plan
@@ -24,7 +24,7 @@ class UsersCode:
     """Runs on the thread that made this, which handles signals. ``residuals``: where kept forwards are."""
 
     def __init__(self, engine: Engine, incarnation: bytes, residuals: Residuals) -> None:
-        self._engine, self._chain, self._residuals = engine, [incarnation], residuals
+        self._engine, self._incarnation, self._residuals = engine, incarnation, residuals
         self.interrupts = Interrupts()
 
     def evaluate(
@@ -68,10 +68,17 @@ class UsersCode:
             serve(())
         return tensors, structure, time.perf_counter_ns() - start
 
-    def running(self, session: Session, call_id: int, is_interruptible: bool = True) -> _Running:
-        """In a ``with``: what runs there is the user's. It may be interrupted by its caller, and what it calls is part of this call."""
-        marks = (session.marks, call_id) if is_interruptible else None
-        return _Running(self.interrupts, self._chain, marks)
+    @contextlib.contextmanager
+    def running(self, session: Session, call_id: int, is_interruptible: bool = True) -> Iterator[None]:
+        """What runs here is the user's: it may be interrupted by its caller, and what it calls is part of this call."""
+        serve([self._incarnation])
+        try:
+            if is_interruptible:
+                self.interrupts.begin(session.marks, call_id)
+            yield
+        finally:
+            self.interrupts.end()
+            serve(())
 
     def _inexact(self, results: Sequence[Any]) -> list[Aval]:
         """Shapes and dtypes of what has a cotangent."""
@@ -79,25 +86,3 @@ class UsersCode:
 
     def _zeros(self, aval: Aval) -> Any:
         return self._engine.adopt(Carrier(np.zeros(aval.shape, aval.dtype.carrier), aval.dtype, True))
-
-
-class _Running:
-    """marks: where it says that the call was abandoned, and the call's id; None where it is not to be interrupted."""
-
-    __slots__ = ("_chain", "_interrupts", "_marks")
-
-    def __init__(self, interrupts: Interrupts, chain: list[bytes], marks: tuple[Ledger, int] | None) -> None:
-        self._interrupts, self._chain, self._marks = interrupts, chain, marks
-
-    def __enter__(self) -> None:
-        serve(self._chain)
-        if self._marks is not None:
-            try:
-                self._interrupts.begin(*self._marks)
-            except BaseException:
-                self.__exit__()
-                raise
-
-    def __exit__(self, *_: Any) -> None:
-        self._interrupts.end()
-        serve(())

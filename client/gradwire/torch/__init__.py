@@ -45,17 +45,7 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     """
     if torch.compiler.is_dynamo_compiling():
         return _undisturbed(handle, site, operands)
-    if torch._C._is_tracing():
-        raise UsageError(
-            f"{handle.name}: torch.jit.trace would record the result of this call as a constant. "
-            "Call the remote function outside of what is traced, or use torch.export or torch.compile"
-        )
-    if site.stateful and torch._C._current_graph_task_id() != -1 and site.seed is None and not site.seeded:
-        raise UsageError(
-            f"{handle.name}: in training mode it was called during a backward pass, as torch.utils.checkpoint does to "
-            "compute a forward again: that would draw another dropout mask and move the state a second time. Take the "
-            "call out of checkpoint (its graph is in the worker anyway), give options(seed=...), or call it in eval mode"
-        )
+    _refuse_where_it_would_be_wrong(handle, site)
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
     is_recorded = torch.is_grad_enabled()
     has_plain_graph = is_quiet()
@@ -75,6 +65,21 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     tree = fill(fn.structure, results)
     results.clear()  # the graph and its token must end with what the caller holds, not with a collection
     return tree
+
+
+def _refuse_where_it_would_be_wrong(handle: Handle, site: Site) -> None:
+    """UsageError in a trace, which would keep this result for ever, and where a backward pass repeats a stateful call."""
+    if torch._C._is_tracing():
+        raise UsageError(
+            f"{handle.name}: torch.jit.trace would record the result of this call as a constant. "
+            "Call the remote function outside of what is traced, or use torch.export or torch.compile"
+        )
+    if site.stateful and torch._C._current_graph_task_id() != -1 and site.seed is None and not site.seeded:
+        raise UsageError(
+            f"{handle.name}: in training mode it was called during a backward pass, as torch.utils.checkpoint does to "
+            "compute a forward again: that would draw another dropout mask and move the state a second time. Take the "
+            "call out of checkpoint (its graph is in the worker anyway), give options(seed=...), or call it in eval mode"
+        )
 
 
 def is_plain(site: Site, operands: list[Any]) -> bool:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Sequence
 
 from gradwire_wire.errors import ProtocolError
-from gradwire_wire.structures.flattening import LONE_LEAF, NOTHING, POSITIONAL
+from gradwire_wire.structures.flattening import LONE_LEAF, POSITIONAL
 from gradwire_wire.structures.format import MAX_CACHED, Leaf
 from gradwire_wire.structures.reading import leaf_count, unpack
 from gradwire_wire.wide_trees import Filling, filling_of
@@ -25,8 +25,6 @@ def fill(structure: bytes, leaves: Sequence[Any]) -> Any:
         return leaves[0]
     if POSITIONAL.get(structure) == len(leaves):
         return [list(leaves), {}]
-    if structure == NOTHING and not leaves:
-        return None
     count = leaf_count(structure)
     if count != len(leaves):
         raise ProtocolError(f"{len(leaves)} leaves for a structure with {count} holes")

@@ -38,7 +38,7 @@ from gradwire_wire.structures.values import (
 )
 from gradwire_wire.wide_trees import pack_wide
 
-__all__ = ["AS_TUPLES", "LONE_LEAF", "NOTHING", "POSITIONAL", "flatten", "positional"]
+__all__ = ["AS_TUPLES", "LONE_LEAF", "POSITIONAL", "flatten", "positional"]
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tuple[bytes, list[Any]]:
@@ -49,7 +49,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool], prefix: str = "") -> tupl
     UsageError for a tree that is too deep or too long. What this makes, `fill` takes.
     """
     if tree is None:
-        return NOTHING, []
+        return _NOTHING, []
     if type(tree) not in _NATIVE and is_leaf(tree):
         return LONE_LEAF, [tree]
     leaves: list[Any] = []
@@ -103,7 +103,7 @@ def _packed(tree: Any, is_leaf: Callable[[Any], bool], leaves: list[Any]) -> byt
     return structure
 
 
-NOTHING: bytes = msgpack.packb(None)
+_NOTHING: bytes = msgpack.packb(None)
 _SMALL_BUFFER: dict[str, Any] = {"buf_size": 1024} if msgpack.version >= (1, 1) else {}
 """A packer's own default is a buffer of 256 KiB, which the system would give and take each time."""
 

@@ -6,6 +6,7 @@ A framework that walks trees by class is told of each (`on_stand_in`), and a pro
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Callable, ClassVar, Iterable, Iterator, Mapping, Sequence, Tuple
@@ -15,13 +16,15 @@ __all__ = ["StandInDataclass", "on_stand_in", "stand_in_dataclass", "stand_in_tu
 MOST = 1024
 _made: list[Any] = []
 _told: list[Callable[[Any], None]] = []
+_lock = threading.RLock()  # a framework takes each class once
 
 
 def on_stand_in(tell: Callable[[Any], None]) -> None:
     """``tell(cls)`` for each class that stands for a dataclass, those of before and of later; for the first `MOST`."""
-    _told.append(tell)
-    for cls in list(_made):
-        tell(cls)
+    with _lock:
+        _told.append(tell)
+        for cls in _made:
+            tell(cls)
 
 
 # ---- Namedtuples -----------------------------------------------------------------------------------------------------
@@ -130,8 +133,13 @@ class _StandInMapping(StandInDataclass, Mapping[str, Any]):
         return tuple(getattr(self, key) for key in self.__keys)
 
 
-@lru_cache(maxsize=MOST)
 def stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...], is_mapping: bool) -> Any:
+    with _lock:
+        return _dataclass(module, qualname, names, is_mapping)
+
+
+@lru_cache(maxsize=MOST)
+def _dataclass(module: str, qualname: str, names: tuple[str, ...], is_mapping: bool) -> Any:
     base = _StandInMapping if is_mapping else StandInDataclass
     made = _named(module, qualname, base, {"_fields": names})
     if len(_made) < MOST:  # whoever is told keeps it

@@ -10,7 +10,6 @@ from typing import Any, Callable, Iterable, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import _pytree
 
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, BY_NAME, DType
@@ -208,8 +207,9 @@ def _register(cls: Any) -> None:
         found, (are_none, keys) = iter(found), context
         return cls.of([None if is_none else next(found) for is_none in are_none], keys)
 
-    if hasattr(_pytree, "register_pytree_node"):
-        _pytree.register_pytree_node(cls, flatten, unflatten)
+    _register_node(cls, flatten, unflatten)
 
 
-on_stand_in(_register)
+_register_node: Any = getattr(getattr(torch.utils, "_pytree", None), "register_pytree_node", None)
+if _register_node is not None:  # an older torch has another
+    on_stand_in(_register)
