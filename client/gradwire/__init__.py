@@ -13,11 +13,11 @@ first use too, so that a program pays for it when it connects and not when it st
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from gradwire import exits  # noqa: F401 (registered before what the program registers, see there)
+from gradwire.loading import needed
 from gradwire_wire.errors import (
     ClosedError,
     ConnectError,
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'gradwire' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
-    found = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(needed(f"gradwire.{_HOMES[name]}"), name)
     return found
 
 
@@ -117,7 +117,7 @@ def __dir__() -> list[str]:
 
 def _face(name: str) -> Any:
     try:
-        return importlib.import_module(f"gradwire.{name}")
+        return needed(f"gradwire.{name}")
     except ModuleNotFoundError as error:
         if error.name != name:
             raise

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gradwire.loading import complete, needed
 from gradwire_wire.errors import ForkedError, MemoryExhaustedError
 
 if TYPE_CHECKING:
@@ -59,9 +59,8 @@ class Background:
             raise ForkedError(
                 "submit in a forked child: open a bridge of its own there with gradwire.connect()"
             )
-        from concurrent.futures import Future  # not needed by who never submits anything
-
-        return Future()
+        future: Future[Any] = needed("concurrent.futures").Future()  # by who never submits anything it is not
+        return future
 
     def start(self, future: Future[Any] | None, act: Callable[[], Any]) -> None:
         """Have ``act()`` done for a future, which is perhaps running already, or for nobody.
@@ -156,9 +155,8 @@ class _After:
 
 
 def _cancelled() -> BaseException:
-    from concurrent.futures import CancelledError
-
-    return CancelledError()
+    error: BaseException = needed("concurrent.futures").CancelledError()
+    return error
 
 
 def is_ours(callback: Any) -> bool:
@@ -181,9 +179,8 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 def futures_in(tree: Any) -> list[Future[Any]]:
     """The futures among the arguments of a call; none where nobody has loaded futures."""
-    loaded = sys.modules.get("concurrent.futures")
-    future = getattr(loaded, "Future", None)  # which it has not yet while another thread imports it
-    return [] if future is None else _futures_in(tree, future)
+    loaded = complete("concurrent.futures")
+    return [] if loaded is None else _futures_in(tree, loaded.Future)
 
 
 def _futures_in(tree: Any, future: Any) -> list[Future[Any]]:
@@ -199,9 +196,7 @@ def _children(tree: Any) -> Any:
 
 def with_results(tree: Any) -> Any:
     """The tree with the result of each future, which is done, in its place."""
-    from concurrent.futures import Future
-
-    if isinstance(tree, Future):
+    if isinstance(tree, needed("concurrent.futures").Future):
         return tree.result()
     kind = type(tree)
     if kind is dict:

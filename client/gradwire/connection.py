@@ -23,6 +23,7 @@ from gradwire.handshake import shake_hands
 from gradwire.inquiry import inquiry_about
 from gradwire.life import Life, TetherWatch
 from gradwire.lines import Line, Lines, lanes_wanted, pages_wanted
+from gradwire.loading import needed
 from gradwire.plans import Plan, Seen, Template, add, signature_of
 from gradwire.replies import Abandoned, Released, reply_in
 from gradwire.sending import Sender
@@ -318,17 +319,16 @@ class Connection:
         return found if self.may_pipeline else None
 
     def _open_pipeline(self, background: Background) -> Pipeline | None:
-        from gradwire.pipeline import Pipeline  # whoever never submits does without
-
         if self._opening._is_owned():  # type: ignore[attr-defined]
             return None  # a handler of signals has interrupted just this
+        kind = needed("gradwire.pipeline").Pipeline  # whoever never submits does without
         with self._opening:
             if self._pipeline is None or self._pipeline.is_over:
                 lane = self.lines.open_pipeline_lane()
                 if lane is None or self.life.is_closed:
                     self._pipeline = None
                 else:
-                    self._pipeline = Pipeline(self, lane, background)
+                    self._pipeline = kind(self, lane, background)
             return self._pipeline
 
     def drain(self) -> None:

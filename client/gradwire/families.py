@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gradwire.loading import complete, is_loading, needed
 from gradwire.site import Site
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
@@ -56,14 +56,16 @@ def family_of(x: Any) -> str:
     kind = type(x)
     family = _known.get(kind)
     if family is None:
-        family = _known[kind] = _look_up(x)
+        family = _look_up(x)
+        if family or not any(map(is_loading, FAMILIES)):
+            _known[kind] = family
     return family
 
 
 def _look_up(x: Any) -> str:
     for name in FAMILIES:
         # (None: a program says so that a framework is not to be imported, though it is installed)
-        if sys.modules.get(name) is not None and tensors_named(name).is_tensor(x):
+        if complete(name) is not None and tensors_named(name).is_tensor(x):
             return name
     return "numpy" if isinstance(x, np.ndarray) else ""
 
@@ -76,14 +78,15 @@ def is_leaf(x: Any) -> bool:
 @lru_cache
 def tensors_named(family: str) -> Any:
     """The family's `gradwire_wire.tensors.TensorFamily`; imports the framework, which its tensors' owner has."""
-    return importlib.import_module(f"gradwire_wire.tensors.{family}")
+    return needed(f"gradwire_wire.tensors.{family}")
 
 
 @lru_cache
 def face_named(family: str) -> Face:
     """The family's caller face."""
     try:
-        return importlib.import_module(f"gradwire.{family}")
+        face: Face = needed(f"gradwire.{family}")
+        return face
     except ModuleNotFoundError as error:
         if error.name == family:
             raise UsageError(
@@ -149,7 +152,7 @@ def compiling_face() -> Any:
 
 def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:
     """``act`` for another thread, in the modes of this one that decide what a call records (torch's grad mode)."""
-    if sys.modules.get("torch") is None:
+    if complete("torch") is None:
         return act
     found: Callable[..., Any] = face_named("torch").in_callers_modes(act)  # type: ignore[attr-defined]
     return found

@@ -536,6 +536,47 @@ print(met >= 100 and len(made) > 1000)
     assert output == "True\n", output + errors
 
 
+def test_r62_a_handler_of_signals_that_has_interrupted_an_import_may_call(tmp_path: pathlib.Path) -> None:
+    """What its own call needs, or a framework, may be half loaded: it is done, or refused with a sentence."""
+    (tmp_path / "torch.py").write_text("import not_there\n")
+    code = f"""
+inside, met, refused = False, [], []
+acts = dict(
+    array=lambda: double(np.ones(3)), number=lambda: double(1.0),
+    submitted=lambda: double.submit(np.ones(3)).result(60), chained=lambda: double.submit(double.submit(0.5)).result(60),
+)
+def handle(*_):
+    global inside
+    if inside: return
+    inside = True
+    for name, act in acts.items():
+        met.append(name)
+        try: assert (np.asarray(act()) == 2.0).all(), name
+        except gw.UsageError as error:
+            assert "handler of signals" in str(error) and "has interrupted its loading" in str(error), error
+            refused.append(name)
+    inside = False
+class Finder:
+    def find_spec(*_): os.kill(os.getpid(), signal.SIGUSR1)
+sys.meta_path.insert(0, Finder())
+sys.path.insert(0, {str(tmp_path)!r})
+signal.signal(signal.SIGUSR1, handle)
+first = double.submit(np.ones(3))
+assert (first.result(60) == 2.0).all() and len(met) > 20 and {{"submitted", "chained"}} <= set(refused), (met, refused)
+met.clear(), refused.clear()
+try: import torch
+except ImportError as error: assert error.name == "not_there", error
+assert met and not refused, refused
+del sys.meta_path[0]
+import concurrent.futures
+assert isinstance(first, concurrent.futures.Future) and all((np.asarray(act()) == 2.0).all() for act in acts.values())
+print("fine")
+"""
+    with running(code) as one:
+        output, errors = one.communicate(timeout=60)
+    assert output == "fine\n", errors
+
+
 @pytest.mark.parametrize("load", ["double(big)", "double.submit(big).result(60)", "worker.restart()"])
 def test_r62_a_handler_of_signals_may_call_and_close(load: str) -> None:
     """At any moment: what it does is done, or refused with a sentence; it never waits for what it has interrupted."""
