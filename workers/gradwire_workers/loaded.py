@@ -77,6 +77,7 @@ class Loaded:
         if not is_module and not callable(found):  # what a module is, its framework's file knows
             raise UsageError(f"{target} is of type {type(found).__name__}, which cannot be called")
         program: Program = self._engine.program(found, is_module=is_module)
+        program.name = target
         return program
 
 

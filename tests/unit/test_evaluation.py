@@ -1,0 +1,77 @@
+"""A pullback that reaches no argument is told of once: its zeros would be nobody's mistake to find."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+from gradwire_wire.structures import positional
+from gradwire_workers.evaluation import Request, evaluate
+from gradwire_workers.program import Program, WorkerSite
+from gradwire_workers.residuals import Kept, Residuals
+
+TARGETS: dict[str, dict[str, Callable[..., Any]]] = {
+    "torch": {
+        "by numpy": lambda x, w: torch.from_numpy(np.sin(x.detach().numpy())) * 2,
+        "by a number": lambda x, w: torch.tensor(float(x.detach().sum())),
+        "whole": lambda x, w: x * 2,
+    },
+    "tensorflow": {
+        "by numpy": lambda x, w: np.sin(x.numpy()) * 2,
+        "by a number": lambda x, w: tf.constant(float(tf.reduce_sum(x))),
+        "whole": lambda x, w: x * 2,
+    },
+}
+X = np.arange(3, dtype="f4")
+
+
+def pulled_back(program: Program, way: str, wrt: tuple[int, ...], tensor: Callable[..., Any]) -> None:
+    """Call and pull back as a client makes it: of what was kept, or by running it again."""
+    site, store = WorkerSite(positional(2)), Residuals(1 << 20, 0)
+    operands = [tensor(X), tensor(X)]
+    result, residual = evaluate(program, site, (), Request(1, 1, 0, 0), operands, store, Ellipsis)  # type: ignore[arg-type]
+    assert residual is not None
+    token = store.add(Kept(residual, 1, b"a", 0)) if way == "kept" else 0
+    cotangents = [tensor(np.ones(y.shape, "f4")) for y in result.tensors]
+    evaluate(
+        program,
+        site,
+        (("T", wrt, 1),),
+        Request(1, 0, token, 0),
+        [*operands, *cotangents],
+        store,
+        Ellipsis,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("way", ["kept", "again"])
+@pytest.mark.parametrize("framework", list(TARGETS))
+def test_a_target_that_leaves_its_framework_is_told_of_once(framework: str, way: str) -> None:
+    engine = importlib.import_module(f"gradwire_workers.{framework}")
+    tensor: Any = {"torch": torch.tensor, "tensorflow": tf.constant}[framework]
+    for name in ("by numpy", "by a number"):
+        program = engine.program(TARGETS[framework][name], is_module=False)
+        program.name = "physics:energy"
+        with pytest.warns(UserWarning, match=r"gradient of physics:energy is zero.*\.detach\(\).*numpy"):
+            pulled_back(program, way, (0, 1), tensor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pulled_back(program, way, (0, 1), tensor)
+
+
+@pytest.mark.parametrize("way", ["kept", "again"])
+@pytest.mark.parametrize("framework", list(TARGETS))
+def test_nobody_is_told_of_an_argument_that_is_not_used(framework: str, way: str) -> None:
+    engine = importlib.import_module(f"gradwire_workers.{framework}")
+    tensor: Any = {"torch": torch.tensor, "tensorflow": tf.constant}[framework]
+    program = engine.program(TARGETS[framework]["whole"], is_module=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pulled_back(program, way, (0, 1), tensor)
