@@ -35,7 +35,7 @@ from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
 from gradwire.pullback import Pullback
 from gradwire.regularizers import warn_of_regularizers
-from gradwire.selection import checked_group, checked_names
+from gradwire.selection import checked_groups, checked_names
 from gradwire.site import Site
 from gradwire.specs import ShapeDtype, avals_of, is_described, spec_result
 from gradwire.submitting import submit
@@ -291,7 +291,7 @@ class Remote:
         kwargs: its options. parameters: groups with options of their own, ``[{"names": ["encoder"], "lr": 1e-4}, ...]``,
         the names as in `requires_grad_`; what is in no group is not moved.
         """
-        groups = None if parameters is None else [checked_group(g) for g in parameters]
+        groups = checked_groups(parameters)
         settings = {} if groups is None else {"groups": groups}
         warn_of_regularizers(self)
         number = self._change("optimizer", checked_target(target), kwargs, **settings)

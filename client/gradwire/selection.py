@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["checked_group", "checked_names"]
+__all__ = ["checked_groups", "checked_names"]
 
 
 def checked_names(names: str | Sequence[str] | None) -> list[str] | None:
@@ -22,8 +22,19 @@ def checked_names(names: str | Sequence[str] | None) -> list[str] | None:
     return found
 
 
-def checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by their names, with options of their own."""
+def checked_groups(groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Groups of parameters by their names, with options of their own; None means all parameters in one."""
+    if groups is None:
+        return None
+    if isinstance(groups, (str, bytes, Mapping)) or not isinstance(groups, Iterable):
+        raise UsageError(
+            f"an optimizer in a worker has its module's parameters already: give it none (this is a {type(groups).__name__}), and its "
+            'options as keywords, lr=1e-3. Parameters with options of their own go in a list, [{"names": ["encoder"], "lr": 1e-4}]'
+        )
+    return [_checked_group(group) for group in groups]
+
+
+def _checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(group, Mapping) or "names" not in group:
         raise UsageError(
             'a group of parameters is a dict with their names and options, such as {"names": ["encoder"], "lr": 1e-4}, '

@@ -154,6 +154,10 @@ def test_r65_a_wrong_path_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     inside = executable(tmp_path / "bin" / "python")
     with pytest.raises(NoInterpreter, match=f"is a folder; did you mean {inside}"):
         find_interpreter(str(tmp_path), {})
+    with pytest.raises(NoInterpreter, match=f"is a folder; did you mean {inside}"):
+        find_interpreter(f"{tmp_path}/bin", {})
+    with pytest.raises(NoInterpreter, match=r"is a folder$"):
+        find_interpreter(os.path.dirname(tmp_path), {})
     (tmp_path / "text").write_text("x")
     with pytest.raises(NoInterpreter, match="not executable"):
         find_interpreter(f"{tmp_path}/text", {})

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gradwire.selection import checked_groups
 from gradwire_wire.errors import UsageError
 from gradwire_workers.selection import selected
 
@@ -50,3 +51,18 @@ def test_a_module_without_parameters() -> None:
     assert selected(None, []) == []
     with pytest.raises(UsageError, match="it has none"):
         selected("a", [])
+
+
+@pytest.mark.parametrize("parameters", [{"0.weight": 1.0}, {"names": ["0"]}, "0.weight", 0.1])
+def test_an_optimizer_that_is_given_parameters_as_in_one_process_is_told_that_it_has_them(
+    parameters: Any,
+) -> None:
+    with pytest.raises(UsageError, match=r"module's parameters already: give it none.*keywords, lr=1e-3"):
+        checked_groups(parameters)
+
+
+def test_groups_are_checked_one_by_one() -> None:
+    assert checked_groups(None) is None
+    assert checked_groups([{"names": "encoder", "lr": 1}]) == [{"names": ["encoder"], "lr": 1}]
+    with pytest.raises(UsageError, match="a group of parameters is a dict"):
+        checked_groups(["encoder"])  # type: ignore[list-item]

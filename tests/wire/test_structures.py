@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import dataclasses
 import math
 import os
+import pathlib
 import random
 import re
 import subprocess
@@ -254,6 +256,32 @@ def test_what_cannot_be_sent_is_named(value: Any) -> None:
         with pytest.raises(UnsupportedTensorError, match="cannot be sent") as caught:
             flatten(tree, is_tensor, "the result")
         assert str(caught.value).startswith("the result")
+
+
+class Image:
+    """As Pillow's are: numpy makes an array of it, by a protocol that is not ``__array__``."""
+
+    __array_interface__ = np.zeros((2, 2), "u1").__array_interface__
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"),
+    [
+        (Image(), "send numpy.asarray(x)"),
+        (array.array("d", [1, 2]), "send numpy.asarray(x)"),
+        (array.array("d"), "send numpy.asarray(x)"),
+        (pathlib.Path("/a"), "send os.fspath(x)"),
+        (Color.RED, "send x.value"),
+        ({1, 2}, "send list(x)"),
+        (defaultdict(list), "send dict(x)"),
+        (object(), "convert it, or make it inside the worker"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_what_cannot_be_sent_is_told_what_can(value: Any, instead: str) -> None:
+    with pytest.raises(UnsupportedTensorError) as caught:
+        flatten([value], is_tensor)
+    assert str(caught.value).endswith(f"; {instead}")
 
 
 def recursive_list() -> list:

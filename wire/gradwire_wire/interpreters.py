@@ -42,8 +42,8 @@ def find_interpreter(python: str | None, environment: Mapping[str, str]) -> str:
 
 def _checked(path: str) -> str:
     if os.path.isdir(path):
-        inside = os.path.join(path, "bin", "python")
-        hint = f"; did you mean {inside}?" if os.path.exists(inside) else ""
+        inside = (os.path.join(path, *parts) for parts in (("bin", "python"), ("python",)))
+        hint = next((f"; did you mean {python}?" for python in inside if os.path.isfile(python)), "")
         raise NoInterpreter(f"the interpreter {path} is a folder{hint}")
     if not os.path.exists(path):
         broken = " (a link whose target is gone)" if os.path.islink(path) else ""

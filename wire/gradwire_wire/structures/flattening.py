@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from array import array
 from collections import OrderedDict
 from enum import Enum
 from functools import lru_cache
@@ -188,12 +190,14 @@ def _instead_of(x: Any) -> str:
     """What to do about a value that cannot be sent."""
     if hasattr(x, "as_list") and hasattr(x, "rank"):
         return "a shape can be sent as x.as_list()"
-    if hasattr(type(x), "__array__") and _is_array_like(x):
+    if _shows_an_array(x) and _is_array_like(x):
         return "send numpy.asarray(x)"
     if hasattr(type(x), "toarray"):  # scipy's sparse ones
         return "send x.toarray(), or its parts"
     if isinstance(x, Enum):
         return "send x.value"
+    if isinstance(x, os.PathLike):
+        return "send os.fspath(x)"
     if isinstance(x, Mapping):
         return "send dict(x)"
     for plain in (int, float, complex, str, bytes, tuple, list):
@@ -208,6 +212,11 @@ def _instead_of(x: Any) -> str:
     if callable(x):
         return "what is called stays in its process: load it there by worker.function(...), what a factory makes by worker.module(...)"
     return "convert it, or make it inside the worker"
+
+
+def _shows_an_array(x: Any) -> bool:
+    """By numpy's protocols, as Pillow's images do, or as a buffer, as array.array does."""
+    return any(hasattr(type(x), name) for name in ("__array__", "__array_interface__")) or type(x) is array
 
 
 def _is_array_like(x: Any) -> bool:
