@@ -265,7 +265,7 @@ class Remote:
     def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Replace the state by that of a safetensors file, as `load_state_dict` does: all or nothing.
 
-        Whoever wrote it: the file has names and tensors and nothing of gradwire's.
+        Whoever wrote it: the file has names and tensors and nothing of gradwire's. A tied parameter may be there under one of its names.
         """
         self._change("load", os.path.abspath(path), strict=bool(strict))
 

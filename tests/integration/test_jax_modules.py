@@ -214,6 +214,30 @@ def test_a_checkpoint_of_a_torch_module(worker_of: Workers, tmp_path: pathlib.Pa
         net.save(tmp_path / "none" / "net.safetensors")
 
 
+@pytest.mark.parametrize("kept", ["first.weight", "second.weight"])
+def test_a_checkpoint_that_has_a_tied_parameter_under_one_of_its_names(
+    worker_of: Workers, tmp_path: pathlib.Path, kept: str
+) -> None:
+    """So safetensors' `save_model` and transformers' `save_pretrained` write it."""
+    safetensors = pytest.importorskip("safetensors")
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    net, path = worker_of("torch").module("in_torch:Tied"), tmp_path / "net.safetensors"
+    net.save(path)
+    with safetensors.safe_open(path, "np") as file:
+        assert file.metadata() == {"format": "pt"}
+    there = {
+        n: x * 2 for n, x in numpy_files.load_file(path).items() if not n.endswith(".weight") or n == kept
+    }
+    numpy_files.save_file(there, path)
+    net.load(path)
+    for name, x in net.state_dict().items():
+        np.testing.assert_array_equal(there[kept if name.endswith(".weight") else name], x)
+    numpy_files.save_file({n: x * 2 for n, x in there.items() if n != kept}, path)
+    with pytest.raises(gw.UsageError, match=r"Missing key.*first\.weight"):
+        net.load(path)
+    np.testing.assert_array_equal(there[kept], net.state_dict()[kept])
+
+
 def test_a_checkpoint_of_a_tensorflow_module(worker_of: Workers, tmp_path: pathlib.Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     net = worker_of("tensorflow").module("tf_scale:make_scale", 2.0)

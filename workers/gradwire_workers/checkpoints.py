@@ -30,9 +30,11 @@ _NAMES = {
     "F8_E5M2": "float8_e5m2",
     "C64": "complex64",
 }
+# What a file says of itself. transformers before 5 reads the weights of a torch model from no other than "pt".
+_FORMATS = {"torch": "pt"}
 
 
-def write(path: str, state: Mapping[str, Carrier]) -> None:
+def write(path: str, state: Mapping[str, Carrier], framework: str = "") -> None:
     """Written beside ``path`` and renamed: whoever reads it sees the former file or the whole new one.
 
     UsageError where the folder is missing or safetensors is; DtypeError for a type that the format does not have.
@@ -50,7 +52,7 @@ def write(path: str, state: Mapping[str, Carrier]) -> None:
         for name, x in arrays.items()
     }
     with _renamed(path) as beside:
-        library.serialize_file(tensors, beside, metadata={"format": "gradwire"})
+        library.serialize_file(tensors, beside, metadata={"format": _FORMATS.get(framework, "gradwire")})
 
 
 def read(path: str) -> dict[str, Carrier]:

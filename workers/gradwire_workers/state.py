@@ -121,10 +121,12 @@ class State:
                 f"nothing was written: {', '.join(odd[:5])} in the module's state is no tensor, and a checkpoint has only "
                 "tensors"
             )
-        checkpoints.write(path, {name: self._engine.export(x) for name, x in state.items()})
+        carriers = {name: self._engine.export(x) for name, x in state.items()}
+        checkpoints.write(path, carriers, self._engine.NAME)
 
     def _load(self, program: Program, path: str, strict: bool = True) -> None:
-        self._load_state_dict(program, checkpoints.read(path), strict)
+        new = checkpoints.read(path)
+        self._load_state_dict(program, {**_left_out(new, program), **new}, strict)
 
     def _requires_grad(self, program: Program, flag: bool, names: list[str] | None = None) -> None:
         program.requires_grad(bool(flag), _meant(names, program))
@@ -186,6 +188,20 @@ class State:
         structure, carriers = flatten(state, lambda x: type(x) is Carrier)
         state = fill(structure, list(map(self._copied, carriers)))
         self._optimizer(program, number).load_state_dict(state)
+
+
+def _left_out(new: dict[str, Carrier], program: Program) -> dict[str, Carrier]:
+    """The names of tied parameters that a file has under another name alone, as safetensors' `save_model` and transformers write it."""
+    ties: dict[str, list[str]] = {}
+    for alias, name in program.aliases().items():
+        ties.setdefault(name, [name]).append(alias)
+    there = program.state_dict() if ties else {}
+    found: dict[str, Carrier] = {}
+    for names in ties.values():
+        given = [name for name in names if name in new]
+        if given:
+            found.update((name, new[given[0]]) for name in names if name in there and name not in new)
+    return found
 
 
 def _meant(names: Any, program: Program) -> list[str]:
