@@ -28,8 +28,12 @@ class Loop:
             self._poller.unregister(key)
 
     def turn(self, wait_ms: int | None) -> None:
-        """Wait at most so long (None: for ever), and call the handlers of all that is readable."""
-        for key, _ in self._poller.poll(wait_ms):
-            handler = self._handlers.get(key)
-            if handler is not None:
+        """Wait at most so long (None: for ever), and call the handlers of all that is readable.
+
+        A handler may close descriptors, and another that begins to listen meanwhile may get their numbers: what was readable then was
+        not that one. (The pidfd of a worker that is restarted would be taken for readable, and the worker for ended.)
+        """
+        ready = [(key, self._handlers.get(key)) for key, _ in self._poller.poll(wait_ms)]
+        for key, handler in ready:
+            if handler is not None and self._handlers.get(key) is handler:
                 handler()
