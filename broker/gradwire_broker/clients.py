@@ -81,6 +81,10 @@ class Clients:
             return is_new
         return False
 
+    def is_here(self, client: bytes) -> bool:
+        """Whether it was let in and is not gone, as far as is known."""
+        return client in self._admitted
+
     def is_owner(self, client: bytes) -> bool:
         """Whether it showed the owner's token."""
         return client in self._admitted and self._admitted[client].is_owner

@@ -154,7 +154,10 @@ class Workforce:
             self._restarts.setdefault(message.incarnation, []).append((client, message))
             old.stop(RESTART_S)
         else:
-            self.start(old.client, old.order._replace(request=message.request), client)
+            # (it ends with who started it, and with who started it again where that one is gone)
+            is_owned = old.order.lasts or self._clients.is_here(old.client)
+            owner = old.client if is_owned else client
+            self.start(owner, old.order._replace(request=message.request), client)
 
     def _start_again(self, name: str, asked: list[tuple[bytes, control.Restart]]) -> None:
         """After the end of a worker that was to be restarted, perhaps by several clients: once, for all of them."""

@@ -242,6 +242,22 @@ def test_a_worker_started_by_a_client_ends_with_it(up: Up) -> None:
     program.communicate()
 
 
+def test_a_worker_that_outlives_its_client_in_a_new_process_ends_with_who_started_it_again(
+    up: Up, folder: Path
+) -> None:
+    with gw.connect(up.address) as bridge:
+        with gw.connect(up.address) as starter:
+            old = starter.worker("numpy", name="heir", path=[folder], restart="always").pid
+            double = bridge["heir"].function("shared_ops.py:double")
+            assert double(2) == 4
+        until(lambda: not is_there(old))
+        until(lambda: not bridge["heir"].alive)
+        assert double(3) == 6, "by its policy"
+        heir = bridge["heir"].pid
+        assert is_there(heir)
+    until(lambda: not is_there(heir))
+
+
 def test_r60_output_goes_to_the_clients_that_use_the_worker(
     up: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
