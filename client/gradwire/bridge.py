@@ -157,9 +157,17 @@ class Bridge:
                 ),
             )
             spec = spec._replace(restart=restart)
-            made = self._workers[chosen] = Worker(self._link, self._memory, spec, restart)
+            return self._take_in(Worker(self._link, self._memory, spec, restart))
         finally:
             self._starting.discard(chosen)
+
+    def _take_in(self, made: Worker) -> Worker:
+        """A worker that has started is known from now on. ClosedError where the bridge was closed meanwhile, which has not seen it."""
+        self._workers[made.name] = made
+        if self._closed:
+            made.detach()
+            made.bury()
+            self._check_usable()
         return made
 
     def _start_entry(self, entry: WorkerEntry) -> Worker:
@@ -169,10 +177,9 @@ class Bridge:
         chosen = self._take_name(entry.framework, entry.name)
         try:
             spec = spec_of(entry, lasts=self._link.is_shared)
-            made = self._workers[chosen] = Worker(self._link, self._memory, spec, entry.restart)
+            return self._take_in(Worker(self._link, self._memory, spec, entry.restart))
         finally:
             self._starting.discard(chosen)
-        return made
 
     def _take_name(self, framework: str, name: str | None) -> str:
         """The name, or one that is free; it is taken until a worker has it or `_starting` forgets it."""
@@ -269,13 +276,14 @@ class Bridge:
         """
         if self._closed or self._pid != os.getpid():
             return
-        if any(worker.alive for worker in self._workers.values()):
+        if any(worker.alive for worker in list(self._workers.values())):
             barrier()
         self._closed = True
-        for worker in self._workers.values():
+        workers = list(self._workers.values())  # other threads may be starting some: see `_take_in`
+        for worker in workers:
             worker.detach()
         self._link.close()
-        for worker in self._workers.values():
+        for worker in workers:
             worker.bury()
         self._memory.close()
 
