@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-__all__ = ["End", "end_of", "not_started", "timed_out"]
+__all__ = ["STARTING", "End", "end_of", "not_started", "timed_out"]
 
+STARTING = "starting the interpreter"
+"""What a worker does until it says something itself."""
 _HINTS = {
     "SIGKILL": "Something killed it; the kernel does when memory runs out (the system's log tells).",
     "SIGSEGV": "It crashed in native code; the output below may hold the stack. A broken or mixed installation does that.",
@@ -37,16 +39,14 @@ def end_of(return_code: int) -> End:
 
 def timed_out(timeout_s: float, doing: str) -> str:
     """Why a worker that took too long was ended."""
-    return (
-        f"it was not ready after {timeout_s:g} s; it was {doing}. "
-        "Give it more time with start_timeout=, or see below where it hung"
-    )
+    where = "" if doing == STARTING else ", or see below where it hung"
+    return f"it was not ready after {timeout_s:g} s; it was {doing}. Give it more time with start_timeout={where}"
 
 
 def ended_early(end: End, doing: str) -> str:
     """Why there is no worker where its process ended on its own, without a word."""
     hint = _HINTS.get(end.signal or "", "")
-    if end.exit_code is not None and doing == "starting the interpreter":
+    if end.exit_code is not None and doing == STARTING:
         hint = "Is that a Python interpreter?"
     return f"its process ended ({end}) while {doing}" + (f". {hint}" if hint else "")
 

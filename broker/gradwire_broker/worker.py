@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from gradwire_broker.environment import chooses_threads, worker_environment
 from gradwire_broker.output import Tail
-from gradwire_broker.reports import End, end_of, ended_early, not_started, timed_out
+from gradwire_broker.reports import STARTING, End, end_of, ended_early, not_started, timed_out
 from gradwire_wire.control import Start
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.interpreters import NoInterpreter, find_interpreter
@@ -88,7 +88,7 @@ class Worker:
         self.asking = [(client, order.request)]
         self.calls = 0
         self._is_asked = False
-        self.doing = "starting the interpreter"
+        self.doing = STARTING
         self.ready: WorkerReady | None = None
         self.is_dismissed = False
         self.threads: int | None = None  # that it says it has, since it was ready
@@ -332,7 +332,8 @@ class Worker:
 
     def _time_is_up(self) -> None:
         self._give_up(timed_out(self.order.timeout_s, self.doing))
-        self._signal(DUMP_STACK)
+        if self.doing != STARTING:  # else nothing in it takes the signal for what it is
+            self._signal(DUMP_STACK)
         self._plan((0.5, self.kill))
 
     def finish(self) -> str:

@@ -108,7 +108,7 @@ def _default_name(source: str) -> str:
 
 
 class _Wrong(Exception):
-    """What a value must be."""
+    """What a value must be, and perhaps what was meant."""
 
 
 def _text(value: Any) -> str:
@@ -126,7 +126,7 @@ def _texts(value: Any) -> list[str]:
 def _one_of(*choices: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         if value not in choices:
-            raise _Wrong(" or ".join(map(repr, choices)) + _near(value, choices))
+            raise _Wrong(" or ".join(map(repr, choices)), _near(value, choices))
         return str(value)
 
     return check
@@ -289,7 +289,8 @@ class _Reader:
             try:
                 found[name] = fields[name](value)
             except _Wrong as wrong:
-                self._refuse((*key, name), f"must be {wrong}, not {value!r:.80}")
+                wanted, *meant = wrong.args
+                self._refuse((*key, name), f"must be {wanted}, not {value!r:.80}{''.join(meant)}")
         return found
 
     def _check_tables(self, tables: Any, key: KeyPath, wanted: str) -> None:

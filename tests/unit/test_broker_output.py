@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradwire.worker_output import Labeller, Screen
 from gradwire_broker.output import Outlet, Tail
-from gradwire_broker.reports import end_of, ended_early, not_started, timed_out
+from gradwire_broker.reports import STARTING, end_of, ended_early, not_started, timed_out
 from gradwire_wire.control import Output
 
 # ---- The last lines ------------------------------------------------------------------------------------------------
@@ -186,7 +186,10 @@ def test_r65_an_early_end_says_what_it_was_doing_and_what_that_may_mean() -> Non
     assert "processor" in ended_early(end_of(-4), "importing torch")
     for code in (0, 2):
         assert "a Python interpreter?" in ended_early(end_of(code), "starting the interpreter")
-    assert "start_timeout=" in timed_out(3.0, "importing torch")
+    assert timed_out(3.0, "importing torch").endswith("start_timeout=, or see below where it hung")
+    assert timed_out(3.0, STARTING).endswith(
+        "it was starting the interpreter. Give it more time with start_timeout="
+    )
 
 
 def test_r65_the_report_has_all_that_is_known() -> None:

@@ -98,7 +98,12 @@ def test_a_broker_elsewhere() -> None:
         (worker("framwork = 1"), 3, "workers.w.framwork", "did you mean 'framework'"),
         (worker("colour = 1"), 3, "workers.w.colour", "there are framework, python"),
         ("[workers.w]\n\npython = '3.11'", 1, "workers.w", "framework is missing"),
-        ('[workers.w]\nframework = "pytorch"', 2, "workers.w.framework", "did you mean 'torch'"),
+        (
+            '[workers.w]\nframework = "pytorch"',
+            2,
+            "workers.w.framework",
+            "'numpy', not 'pytorch'; did you mean 'torch'?",
+        ),
         (worker("threads = 0"), 3, "workers.w.threads", "from 1 up, not 0"),
         (worker("threads = true"), 3, "workers.w.threads", "from 1 up, not True"),
         (worker("x64 = 1"), 3, "workers.w.x64", "true or false"),

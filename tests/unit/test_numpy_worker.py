@@ -245,3 +245,27 @@ def test_the_engine() -> None:
         engine.prepare(None, None, "cuda")
     with pytest.raises(UsageError, match="cannot be called"):
         program(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda bar: bar, "not a ndarray"),
+        (lambda bar: bar.sum(), "not a float64"),
+        (lambda bar: None, "not a NoneType"),
+        (lambda bar: (bar,), "not 1 items"),
+        (lambda bar: (bar, bar, None), "not 3 items"),
+    ],
+)
+def test_a_pullback_that_gives_no_cotangent_for_each_argument_is_told_how_many(given: Any, says: str) -> None:
+    class Sum(Product):
+        def __call__(self, x: Any, w: Any) -> Any:  # type: ignore[override]
+            return x + w
+
+        def vjp(self, x: Any, w: Any) -> Any:  # type: ignore[override]
+            return x + w, given
+
+    x = np.ones(2)
+    _, kept = program(Sum()).keep(site(2), (), [x, x])
+    with pytest.raises(UsageError, match=rf"a tuple of 2, a cotangent or None for each positional.*{says}"):
+        kept.derive(("T", (0, 1), 1), [x], keep=False, accumulate=False)

@@ -117,6 +117,7 @@ class Call:
             given = iter(cotangents)
             out_bar = fill(structure, [next(given) if _is_inexact(y) else None for y in results])
             args_bar, kwargs_bar = pull(out_bar, kwargs=True) if keywords else (pull(out_bar), None)
+            _check_one_each(args_bar, len(args))
             return self._operand_bars(args_bar, kwargs_bar, operands)
 
         return results, pullback, []
@@ -234,6 +235,16 @@ def _like(x: Any, array: Any, what: str) -> Any:
             f"{what} from a numpy function's own derivative is {found.dtype}{found.shape}, and must be {array.dtype}{array.shape}"
         )
     return found.astype(array.dtype, copy=False)
+
+
+def _check_one_each(bars: Any, count: int) -> None:
+    """UsageError where the user's pullback does not give a cotangent for each positional argument."""
+    if not isinstance(bars, (tuple, list)) or len(bars) != count:
+        given = f"{len(bars)} items" if isinstance(bars, (tuple, list)) else f"a {type(bars).__name__}"
+        raise UsageError(
+            f"the pullback that f.vjp returns must give a tuple of {count}, a cotangent or None for each positional argument of "
+            f"this call, not {given}"
+        )
 
 
 def _dtype(dtype: DType) -> np.dtype:
