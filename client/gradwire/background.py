@@ -6,21 +6,26 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gradwire.anteroom import Anteroom
+from gradwire.endings import no_thread
 from gradwire.loading import complete, needed
 from gradwire_wire.errors import ForkedError, MemoryExhaustedError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Background", "futures_in", "is_ours", "no_thread", "raising", "with_results"]
+__all__ = ["Background", "futures_in", "giving", "is_ours", "raising", "with_results"]
 
 
 class Background:
     """Runs what is submitted on at most ``threads`` threads, started when they are needed.
 
     Once closed it still runs what it is given, and no thread of it stays idle.
+
+    anteroom: of calls that keep their order and cannot begin yet.
     """
 
     def __init__(self, name: str, threads: int = 8) -> None:
@@ -31,6 +36,7 @@ class Background:
         self._changed = threading.Condition(self._lock)
         self._threads = self._idle = 0
         self._is_closed = False
+        self.anteroom = Anteroom(name)
 
     def submit(self, act: Callable[[], Any]) -> Future[Any]:
         """A future of ``act()``. Cancelling it works until it has begun."""
@@ -76,6 +82,24 @@ class Background:
                 self._changed.notify()
                 return
         self._run(future, raising(no_thread(problem)) if future is not None else act)
+
+    def start_in_order(self, future: Future[Any], act: Callable[[], Any]) -> None:
+        """Have ``act()`` done for a future after what waits in the anteroom, and before what comes there later."""
+        try:
+            self.anteroom.put(partial(self.do_here, future, act))
+        except MemoryExhaustedError as error:
+            self._run(future, raising(error))
+
+    def do_here(self, future: Future[Any], act: Callable[[], Any]) -> None:
+        """``act()`` in this thread, for a future whose callbacks are called in another: they may wait for what this one does next."""
+        if future.running() or future.set_running_or_notify_cancel():
+            try:
+                told = giving(act())
+            except BaseException as error:
+                told = raising(error)
+            self.start(future, told)
+            del told
+        del future, act  # an error has this frame, and would hold itself and the arguments
 
     def _grow(self) -> Exception | None:
         """One thread more; or why there is none (lock held)."""
@@ -125,14 +149,6 @@ class Background:
             self._changed.notify_all()
 
 
-def no_thread(problem: Exception | None) -> MemoryExhaustedError:
-    """What is raised where this process cannot start a thread that it needs."""
-    return MemoryExhaustedError(
-        f"this process cannot start another thread: {problem}. End some, or raise the limit on threads and processes "
-        "(ulimit -u, pids.max of the container); a program that is ending starts none"
-    )
-
-
 class _After:
     """Counts futures that are done, and tells once: that all are, or what the first to fail raised."""
 
@@ -162,6 +178,11 @@ def _cancelled() -> BaseException:
 def is_ours(callback: Any) -> bool:
     """Whether a future's callback is known not to wait: whoever brings the result may call it."""
     return type(callback) is _After or getattr(callback, "__module__", "") == "asyncio.futures"
+
+
+def giving(result: Any) -> Callable[[], Any]:
+    """What gives that."""
+    return lambda: result
 
 
 def raising(error: BaseException) -> Callable[[], Any]:

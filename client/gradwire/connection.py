@@ -331,6 +331,11 @@ class Connection:
                     self._pipeline = kind(self, lane, background)
             return self._pipeline
 
+    def give_back(self) -> None:
+        """No more calls are submitted here; those that wait for room go to the anteroom."""
+        if self._pipeline is not None:
+            self._pipeline.give_back()
+
     def drain(self) -> None:
         """Wait until what was submitted before is done."""
         if self._pipeline is not None:

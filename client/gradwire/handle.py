@@ -176,12 +176,26 @@ class Handle:
         try:
             return self._invoke(site, word, carriers, keep, token, token_ops, absent)
         except WorkerDiedError as error:
-            goes_on = site.retry or (not error.was_running and self._goes_on(stake))
-            if stake == Stake.NOTHING or not goes_on:  # else nobody has heard of a loss yet: `_ready` tells
-                self.note_death()
-            if not goes_on:
+            if not self._outlives(error, stake, site.retry):
                 raise
         return self._invoke(site, word, carriers, keep, token, token_ops, absent)
+
+    def bring_back(self) -> None:
+        """Have the target there for a call that is made next. Raises what that call would."""
+        stake = self.stakes.stake
+        try:
+            self._ready()
+        except WorkerDiedError as error:
+            if not self._outlives(error, stake, False):
+                raise
+            self._ready()
+
+    def _outlives(self, error: WorkerDiedError, stake: Stake, retry: bool) -> bool:
+        """Whether the call that met this death is made to the next process."""
+        goes_on = retry or (not error.was_running and self._goes_on(stake))
+        if stake == Stake.NOTHING or not goes_on:  # else nobody has heard of a loss yet: `_ready` tells
+            self.note_death()
+        return goes_on
 
     def _goes_on(self, stake: Stake) -> bool:
         """Whether a call that was never sent is made to the next process: `_ready` tells of state that was lost by then."""
@@ -233,15 +247,18 @@ class Handle:
         """What a call may move that is not in evaluation mode: a module without modes may have any state."""
         return Stake.ALL if site.training is None else Stake.BUFFERS
 
+    @property
+    def is_there(self) -> bool:
+        """Whether a call made now finds the target loaded, as far as is known, and has nothing to be told of what was lost."""
+        connection = self._loaded
+        return connection is not None and connection.life.is_there and not self.stakes.is_lost
+
     def pipeline(self, background: Background) -> Pipeline | None:
         """What calls of this target are submitted by; None where they are made the ordinary way. Never waits for a worker.
 
         Raises what any call would, were it made now.
         """
-        connection = self._loaded
-        if connection is None or not connection.life.is_there or self.stakes.is_lost:
-            return None
-        return connection.pipeline(background)
+        return self._loaded.pipeline(background) if self._loaded is not None and self.is_there else None
 
     def pipeline_or_none(self, background: Background) -> Pipeline | None:
         """As `pipeline`; None, too, where a call now would raise."""
@@ -267,6 +284,11 @@ class Handle:
         """A call of this target has met its worker's death."""
         if self._loaded is not None and not self._loaded.life.is_there:
             self.stakes.note_death()
+
+    def give_back(self) -> None:
+        """The worker is gone: what waits to go to it goes to the anteroom, before anything else does."""
+        if self._loaded is not None and not self._loaded.life.is_there:
+            self._loaded.give_back()
 
     def drain(self) -> None:
         """Wait until what was submitted to this target's worker before is done."""

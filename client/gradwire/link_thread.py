@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from gradwire.background import no_thread
+from gradwire.endings import no_thread
 from gradwire_wire import sockets
 from gradwire_wire.errors import ConnectError
 

@@ -20,7 +20,7 @@ by one `append`, which is the last that can fail; a packet is sent and noted as 
 awake before there is something for it; locks are those of C, and can be taken again by whoever has them.
 
 A call is *waiting* (it can be cancelled), then *under way*, then done. At the end of worker or connection, calls under way fail,
-and those that wait are made the ordinary way, which may start the worker again or says why not. A deadline counts
+and those that wait are made the ordinary way (`gradwire.anteroom`), which may start the worker again or says why not. A deadline counts
 from when the worker could begin: when the call before was answered. A call that passed it keeps its place, so that its
 late answer is known for what it is.
 """
@@ -36,8 +36,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from gradwire.background import Background, is_ours, no_thread, raising
-from gradwire.endings import without_frames
+from gradwire.background import Background, giving, is_ours, raising
+from gradwire.endings import no_thread, without_frames
 from gradwire.futures import OVER, RUNNING, CallFuture, belongs_to, finish
 from gradwire.pauses import PAUSE_S, Pauses
 from gradwire.replies import reply_in
@@ -326,7 +326,7 @@ class Pipeline:
             if error is not None:
                 self._note_error(call, error)
             if not belongs_to(call.future, self._finished):  # made before the worker was restarted
-                self._background.start(call.future, _giving(result) if error is None else raising(error))
+                self._background.start(call.future, giving(result) if error is None else raising(error))
             elif call.future._done_callbacks:
                 self._call_back(call.future)
 
@@ -363,15 +363,21 @@ class Pipeline:
     def _end(self, error: BaseException | None) -> None:
         """No answer will come any more, for that reason (None: nothing is under way)."""
         with self._lock:
-            self._is_over = True
-            under_way, waiting = list(self._under_way), list(self._waiting)
+            under_way = list(self._under_way)
             self._under_way.clear()
-            self._waiting.clear()
-            self._room.notify_all()
+            self.give_back()
         if error is not None:
             self._complete([(call, None, _twin_of(error)) for call in under_way])
-        for call in waiting:
-            self._make_again(call)
+
+    def give_back(self) -> None:
+        """It is over: those that wait are made the ordinary way, before what is submitted from now on."""
+        with self._lock:
+            self._is_over = True
+            for call in self._waiting:
+                assert call.again is not None, "it was under way"
+                self._background.start_in_order(call.future, call.again)
+            self._waiting.clear()
+            self._room.notify_all()
 
     def drain(self) -> None:
         """Wait until what has been submitted so far is done."""
@@ -386,12 +392,11 @@ class Pipeline:
     def close(self) -> None:
         """The connection is closed: what is under way is told so, by the pump; the worker need not begin with it."""
         with self._lock:
-            self._is_over = True
+            self.give_back()
             for call in self._under_way:
                 self._connection.ours.cancel(call.call_id)
             if self._thread is None:
                 self._lane.close()
-            self._room.notify_all()
             self._work.notify_all()
 
 
@@ -410,10 +415,6 @@ def of_one_packet(unsent: list[bytes]) -> list[bytes]:
 def _twin_of(error: BaseException) -> BaseException:
     """One like it, for another call that fails for the same reason."""
     return without_frames(error) if isinstance(error, GradwireError) else error
-
-
-def _giving(result: Any) -> Callable[[], Any]:
-    return lambda: result
 
 
 def _in_event_loop() -> bool:

@@ -299,6 +299,7 @@ class Remote:
 
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         barrier()  # or this would overtake what a compiled program has dispatched, and what was submitted
+        self._background.anteroom.drain()
         self.handle.drain()
         if not kwargs and _PLAIN.issuperset(map(type, args)):
             structure, given = _structure_of(*args), []

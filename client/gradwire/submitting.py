@@ -1,4 +1,7 @@
-"""How a call gets submitted: by the pipeline to its worker where it can, and else by a thread that makes it."""
+"""How a call gets submitted: by the pipeline to its worker where it can, and else by a thread that makes it.
+
+What could go by the pipeline keeps its order. While its target is not there, after a death or a restart, it waits in the anteroom.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +64,7 @@ def _begin(
     begun = None
     if compiling_face() is None:
         try:
-            pipeline = remote.handle.pipeline(remote._background)
-            call = None if pipeline is None else _submission(remote, pipeline, args, kwargs, known, act)
-            if call is not None and pipeline is not None:
-                begun = pipeline.submit(call, may_wait, future)
+            begun = _begin_in_order(remote, args, kwargs, may_wait, future, known, act)
         except Exception as error:
             act = raising(error)
     if begun is not None:
@@ -72,6 +72,58 @@ def _begin(
     future = future or remote._background.new_future()
     remote._background.start(future, act)
     return future
+
+
+def _begin_in_order(
+    remote: Remote,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    may_wait: bool,
+    future: Future[Any] | None,
+    known: tuple[str, Site] | None,
+    act: Any,
+) -> Future[Any] | None:
+    """Submit a call by the pipeline, or by the anteroom while its target is not there. None where it keeps no order."""
+    handle, background = remote.handle, remote._background
+    anteroom = background.anteroom
+    pipeline = None if anteroom.is_occupied else handle.pipeline(background)
+    call = None if pipeline is None else _submission(remote, pipeline, args, kwargs, known, act)
+    if call is not None and pipeline is not None:
+        begun = pipeline.submit(call, may_wait, future)
+        if begun is not None:
+            return begun
+    has_ended = pipeline is not None and pipeline.is_over  # just now
+    if handle.is_there and not has_ended and not anteroom.is_occupied:
+        return None
+    if call is None and not _keeps_order(*_routed(remote, args, kwargs, known)):
+        return None
+    waiting = future or background.new_future()
+    handle.give_back()
+    anteroom.put(in_callers_modes(partial(_proceed, remote, args, kwargs, waiting, act)))
+    return waiting
+
+
+def _proceed(
+    remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any], future: Future[Any], act: Any
+) -> None:
+    """The turn of a call in the anteroom: its target is brought back if need be, and then it goes by the pipeline."""
+    handle, background = remote.handle, remote._background
+    begun = None
+    try:
+        if not (handle.is_there or future.cancelled()):
+            handle.bring_back()
+        pipeline = handle.pipeline(background)
+        call = None if pipeline is None else _submission(remote, pipeline, args, kwargs, None, act)
+        if call is not None and pipeline is not None:
+            begun = pipeline.submit(call, False, future)
+    except Exception as error:
+        act = raising(error)
+    if begun is not None:
+        return
+    if handle.is_there:  # where calls keep no order
+        background.start(future, act)
+    else:
+        background.do_here(future, act)
 
 
 def _submission(
@@ -83,12 +135,23 @@ def _submission(
     again: Any,
 ) -> Submission | None:
     """The call as it goes by the pipeline; None where a gradient would be recorded, or it may be repeated."""
-    family, site, leaves = remote._route(args, kwargs) if known is None else (*known, list(args))
-    is_plain = getattr(face_named(family), "is_plain", None)
-    if site.seeded or site.retry or is_plain is None or not is_plain(site, leaves):
+    family, site, leaves = _routed(remote, args, kwargs, known)
+    if not _keeps_order(family, site, leaves):
         return None
     carriers = exported(leaves, site.structure)
     adopt = tensors_named(family).adopt
     if family != "numpy":
         adopt = in_callers_modes(adopt)
     return remote.handle.submission(pipeline, site, carriers, adopt, again)
+
+
+def _routed(
+    remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[str, Site] | None
+) -> tuple[str, Site, list[Any]]:
+    return remote._route(args, kwargs) if known is None else (*known, list(args))
+
+
+def _keeps_order(family: str, site: Site, leaves: list[Any]) -> bool:
+    """Whether it may go by a pipeline: no gradient would be recorded, and it is not repeated."""
+    is_plain = getattr(face_named(family), "is_plain", None)
+    return not (site.seeded or site.retry or is_plain is None) and is_plain(site, leaves)

@@ -10,7 +10,7 @@ import pathlib
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 import numpy as np
@@ -193,6 +193,46 @@ def test_they_are_made_in_their_order(workers: tuple[gw.Worker, gw.Worker]) -> N
     for i, future in enumerate(futures):
         np.testing.assert_array_equal(future.result(60), np.full(1 + i % 3 * 5000, i, "f8"))
     np.testing.assert_array_equal(noted(small(0)), np.arange(1000))
+
+
+@on_lanes
+@pytest.mark.parametrize("how", ["died", "restarted"])
+def test_they_keep_their_order_while_their_worker_comes_back(how: str) -> None:
+    """Also those of several targets, of which one is loaded again before the other."""
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[TARGETS], restart="on-failure")
+        targets = [worker.function(f"submitted:{name}") for name in ("note", "note_too")]
+        noted, write = worker.function("submitted:noted"), worker.function("submitted:write")
+        for _ in range(2):
+            if how == "restarted":
+                worker.restart()
+            else:
+                with pytest.raises(gw.WorkerDiedError):
+                    write(small(7), os.devnull)
+            futures = [targets[i % 3 // 2].submit(small(i)) for i in range(100)]
+            assert [float(f.result(60)[0]) for f in futures] == list(range(100))
+            np.testing.assert_array_equal(noted(small(0)), np.arange(100))
+
+
+@on_lanes
+def test_those_that_waited_for_room_go_to_the_next_process_in_their_order() -> None:
+    """And before what is submitted later. Those that were under way are told."""
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[TARGETS])
+        note, noted, nap = (worker.function(f"submitted:{name}") for name in ("note", "noted", "nap"))
+
+        async def act() -> list[Future[Any]]:
+            nap.submit(small(0), 600.0)
+            futures = [note.submit(small(i)) for i in range(300)]
+            worker.restart()
+            return futures + [note.submit(small(i)) for i in range(300, 350)]
+
+        futures = asyncio.run(act())
+        wait(futures, 60)
+        told = [i for i, future in enumerate(futures) if future.exception(0) is not None]
+        assert told == list(range(127))  # the window, but for the one that slept
+        assert isinstance(futures[0].exception(0), gw.WorkerDiedError)
+        np.testing.assert_array_equal(noted(small(0)), np.arange(127, 350))
 
 
 @on_lanes
@@ -388,6 +428,14 @@ def test_state_changes_after_what_was_submitted(torch_python: pathlib.Path) -> N
             after = [net.submit(x) for _ in range(200)]
         assert [float(f.result(60)) for f in before + after] == [1.0] * 200 + [0.0] * 200
         assert not before[0].result().requires_grad
+        worker.restart(discard_state=True)
+        net.train()
+        worker.restart(discard_state=True)
+        with torch.no_grad():
+            before = [net.submit(x) for _ in range(20)]
+            net.eval()
+            after = [net.submit(x) for _ in range(20)]
+        assert [float(f.result(60)) for f in before + after] == [1.0] * 20 + [0.0] * 20
         leaf = torch.ones(4, requires_grad=True)
         net.submit(leaf).result(60).backward()
         assert leaf.grad is not None and leaf.grad.shape == (4,)

@@ -17,6 +17,9 @@ def note(x: Any) -> Any:
     return x
 
 
+note_too = note
+
+
 def noted(x: Any) -> Any:
     """What has come since the last time."""
     found = np.array(_noted, np.int64)
