@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
@@ -51,40 +50,7 @@ def evaluate(
 
     An operand is None where the client left it out: it is needed only if the kept forward is gone.
     ResidualLostError then asks for it, or says that the forward must be run again by the caller.
-    Warns, once for each program, of a pullback that reaches none of the arguments.
     """
-    found = _evaluated(program, site, word, call, operands, residuals, zeros)
-    if len(word) == 1 and word[0][0] == "T" and not site.accumulate:
-        _look_for_a_way(program, found.result.tensors)
-    return found
-
-
-def _look_for_a_way(program: Program, cotangents: Sequence[Any]) -> None:
-    """Warn where there is none from any result to any argument.
-
-    In one process torch refuses such a pullback, since the loss requires no grad. Here the caller's own graph has a node for the call, whatever
-    is done in it, and its gradient would be zero, or None, without a word. (Of some arguments that are not used nobody is told, as there.)
-    """
-    if program.told_of_cut or not cotangents or any(c is not None for c in cotangents):
-        return
-    program.told_of_cut = True
-    warnings.warn(
-        f"the gradient of {program.name} is zero: its results do not depend, as far as the framework sees, on any argument "
-        "that is differentiated. Does it leave the framework on the way (.detach(), .item(), numpy, no_grad)? If that is "
-        "meant, say so in the caller (jax.lax.stop_gradient(x), x.detach()), and nothing is asked for here",
-        stacklevel=1,
-    )
-
-
-def _evaluated(
-    program: Program,
-    site: WorkerSite,
-    word: Word,
-    call: Asked,
-    operands: Sequence[Any],
-    residuals: Residuals,
-    zeros: Callable[[Aval], Any],
-) -> Evaluated:
     if not program.rules_end and _has_primals(word):
         word, token_ops = without_primals(word, call.token_ops)
         call = Request(call.remote, call.keep, call.token, token_ops)

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.chain import serve
+from gradwire_workers.cut_graphs import warn_of_cut
 from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
 from gradwire_workers.plans import Plan
@@ -44,6 +45,7 @@ class UsersCode:
             serve(chain)
             self.interrupts.begin(session.marks, call_id)
             result, residual = evaluate(program, site, word, request, operands, self._residuals, self._zeros)
+            warn_of_cut(program, site, word, result.tensors)
         finally:
             self.interrupts.end()
             serve(())

@@ -13,6 +13,7 @@ import tensorflow as tf
 import torch
 
 from gradwire_wire.structures import positional
+from gradwire_workers.cut_graphs import warn_of_cut
 from gradwire_workers.evaluation import Request, evaluate
 from gradwire_workers.program import Program, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
@@ -40,15 +41,10 @@ def pulled_back(program: Program, way: str, wrt: tuple[int, ...], tensor: Callab
     assert residual is not None
     token = store.add(Kept(residual, 1, b"a", 0)) if way == "kept" else 0
     cotangents = [tensor(np.ones(y.shape, "f4")) for y in result.tensors]
-    evaluate(
-        program,
-        site,
-        (("T", wrt, 1),),
-        Request(1, 0, token, 0),
-        [*operands, *cotangents],
-        store,
-        Ellipsis,  # type: ignore[arg-type]
-    )
+    word = (("T", wrt, 1),)
+    asked = Request(1, 0, token, 0)
+    found, _ = evaluate(program, site, word, asked, [*operands, *cotangents], store, Ellipsis)  # type: ignore[arg-type]
+    warn_of_cut(program, site, word, found.tensors)
 
 
 @pytest.mark.parametrize("way", ["kept", "again"])
