@@ -23,7 +23,7 @@ from tests.integration.conftest import TARGETS
 Workers = Callable[[str], gw.Worker]
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def wide() -> Iterator[None]:
     """64 bits, as every version of JAX can be told."""
     before = jax.config.jax_enable_x64
@@ -169,6 +169,48 @@ def test_r41_once_an_iteration_of_a_differentiated_loop_or_refused(
         invariant(jnp.float32(2))
         jax.effects_barrier()
         assert net.buffers()["calls"] == 10
+
+
+# ---- Python numbers ------------------------------------------------------------------------------------------------
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "now": lambda f: f,
+    "arrays now": lambda f: lambda x, n: f(x, jnp.asarray(n)),
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x, n: jax.vmap(f, (None, 0))(x, jnp.broadcast_to(jnp.asarray(n), (2,))),
+    "jit of scan": lambda f: jax.jit(lambda x, n: jax.lax.scan(lambda c, y: (f(c, n), y), x, x)[0]),
+}
+
+
+def slope(f: Any) -> Any:
+    return jax.grad(lambda x, n: f(x, n).sum().astype(jnp.float32), 1)
+
+
+def typed(tree: Any) -> Any:
+    """What one sees of a tree of arrays, in values: shapes, dtypes, and whether they are weak."""
+    return jax.tree.map(
+        lambda x: (np.asarray(x).tolist(), x.dtype.name, x.aval.weak_type) if hasattr(x, "aval") else x, tree
+    )
+
+
+@pytest.mark.parametrize("x64", [True, False])
+def test_a_number_that_is_traced_takes_the_dtype_of_what_it_meets(
+    shared_bridge: gw.Bridge, x64: bool
+) -> None:
+    """As in one process: it is of JAX's weak type, there and back, and so is its gradient."""
+    from tests.integration.targets import reports_jax
+
+    worker = shared_bridge.worker("jax", python=sys.executable, path=[TARGETS], threads=1, x64=x64)
+    jax.config.update("jax_enable_x64", x64)
+    ways = [("bfloat16", way, 1.5) for way in NUMBERS]
+    for dtype, way, n in [*ways, ("bfloat16", "jit", 2), ("float32", "jit", 1.5)]:
+        x, mode = jnp.arange(3).astype(dtype), NUMBERS[way]
+        for name in ("scaled", "numbers")[: 1 if "scan" in way else 2]:
+            f, g = getattr(reports_jax, name), worker.function(f"reports_jax:{name}")
+            assert typed(mode(g)(x, n)) == typed(mode(f)(x, n)), (dtype, way, n, name)
+    f, g = reports_jax.scaled, worker.function("reports_jax:scaled")
+    for mode in (NUMBERS["now"], jax.jit):
+        assert typed(mode(slope(g))(x, 1.5)) == typed(mode(slope(f))(x, 1.5))
 
 
 def test_r36_errors_are_seen_and_the_next_call_works(this_jax: gw.Worker, shared_bridge: gw.Bridge) -> None:

@@ -245,7 +245,7 @@ def test_extension_codes() -> None:
         for name, constant in [
             *(
                 (n, n.upper())
-                for n in ("leaf", "tuple", "complex", "integer", "scalar", "namedtuple", "dataclass")
+                for n in ("leaf", "tuple", "complex", "integer", "scalar", "namedtuple", "dataclass", "weak")
             ),
             ("OrderedDict", "ORDEREDDICT"),
         ]

@@ -43,8 +43,10 @@ from gradwire_wire.structures import (
     on_stand_in,
     positional,
     reading,
+    weak_leaves,
+    with_weak,
 )
-from gradwire_wire.structures.format import DATACLASS, INTEGER, NAMEDTUPLE, ORDEREDDICT, SCALAR
+from gradwire_wire.structures.format import DATACLASS, INTEGER, NAMEDTUPLE, ORDEREDDICT, SCALAR, WEAK
 
 Ext = msgpack.ExtType
 
@@ -518,6 +520,12 @@ BAD = {
     "a map of four billion": b"\xdf\xff\xff\xff\xff",
     "lists without end": b"\x91" * 900 + b"\x90",
     "more lists than msgpack takes": b"\x91" * 100_000 + b"\x90",
+    "a marked tree without places": msgpack.packb(ext(WEAK, [None, 1])),
+    "a marked tree alone": msgpack.packb(ext(WEAK, [[]])),
+    "places in disorder": with_weak(flatten([Tensor(0), Tensor(1)], lambda x: type(x) is Tensor)[0], [1, 0]),
+    "a place twice": with_weak(flatten([Tensor(0)], lambda x: type(x) is Tensor)[0], [0, 0]),
+    "a negative place": with_weak(flatten([Tensor(0)], lambda x: type(x) is Tensor)[0], [-1]),
+    "a place of text": with_weak(flatten([Tensor(0)], lambda x: type(x) is Tensor)[0], ["0"]),  # type: ignore[list-item]
     "too long": b"\xc6" + (MAX_BYTES + 1).to_bytes(4, "big") + bytes(MAX_BYTES + 1),
 }
 
@@ -540,6 +548,20 @@ def nested_extensions(code: int, levels: int) -> bytes:
 def test_R57_extensions_nested_without_end_are_refused(code: int) -> None:
     with pytest.raises(ProtocolError):
         leaf_count(nested_extensions(code, 3000))
+
+
+@pytest.mark.parametrize(
+    "tree", [Tensor(0), [[Tensor(0), 2], {"a": (Tensor(1), Tensor(2))}], [Tensor(i) for i in range(300)]]
+)
+def test_leaves_that_stand_for_numbers_are_told_beside_the_same_tree(tree: Any) -> None:
+    plain, leaves = flatten(tree, is_tensor)
+    places = tuple(range(0, len(leaves), 2))
+    marked = with_weak(plain, places)
+    assert (weak_leaves(marked), weak_leaves(plain)) == (places, ())
+    assert fill(marked, leaves) == fill(plain, leaves) == tree
+    assert leaf_paths(marked) == leaf_paths(plain) and leaf_count(marked) == len(leaves)
+    with pytest.raises(ProtocolError, match="is said to be a number"):
+        weak_leaves(with_weak(plain, [len(leaves)]))
 
 
 def test_the_number_of_leaves_must_be_right() -> None:

@@ -24,7 +24,7 @@ from gradwire.regularizers import warn_of_regularizers
 from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import DtypeError, GradwireError, RemoteError, UnsupportedTensorError, UsageError
-from gradwire_wire.structures import fill, flatten, leaf_paths
+from gradwire_wire.structures import LONE_LEAF, fill, flatten, leaf_paths, weak_leaves, with_weak
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.tensors import numpy as numpy_tensors
 
@@ -58,6 +58,9 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
     arrays, avals = (
         zip(*[_operand(x, i, site) for i, x in enumerate(operands)], strict=True) if operands else ((), ())
     )
+    weak = tuple(i for i, x in enumerate(arrays[len(site.hidden) :]) if tensors.is_weak(x))
+    if weak:
+        site = _with_numbers(site, weak)
     spec = _spec(handle, site, avals)
     if (isinstance(spec, GradwireError) or not spec.avals) and not _is_traced(arrays):
         return _call_now(handle, site, arrays)
@@ -65,13 +68,19 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
         raise spec
     for i, aval in enumerate(spec.avals):
         _check_result(handle, spec.structure, i, aval)
-    return fill(spec.structure, bind(_plain(handle, site), None, arrays))
+    return _filled(spec.structure, bind(_plain(handle, site), None, arrays))
 
 
 @lru_cache(maxsize=4096)
 def _seeded(site: Site) -> Site:
     """The same with its seed as an operand."""
     return replace(site, seed=None, seeded=True)
+
+
+@lru_cache(maxsize=4096)
+def _with_numbers(site: Site, weak: tuple[int, ...]) -> Site:
+    """The same where these operands stand for Python numbers."""
+    return replace(site, structure=with_weak(site.structure, weak))
 
 
 def _spec(handle: Handle, site: Site, avals: tuple[Aval, ...]) -> SpecResult | GradwireError:
@@ -124,7 +133,15 @@ def _call_now(handle: Handle, site: Site, arrays: Sequence[Any]) -> Any:
     if site.stateful:
         barrier()
     outcome = handle.invoke(site, (), [tensors.export(x) for x in arrays])
-    return fill(outcome.structure, outcome.adopted(tensors.adopt))
+    return _filled(outcome.structure, outcome.adopted(tensors.adopt))
+
+
+def _filled(structure: bytes, results: list[Any]) -> Any:
+    """The result tree; what stands for Python numbers in it is of weak type here as well."""
+    if structure != LONE_LEAF:
+        for i in weak_leaves(structure):
+            results[i] = tensors.weakened(results[i])
+    return fill(structure, results)
 
 
 def seed(x: Any) -> Any:

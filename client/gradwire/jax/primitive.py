@@ -218,12 +218,14 @@ def _transpose(cotangents: Sequence[Any], *values: Any, derived: Derived) -> lis
     answers = [None] * len(values)
     for j, y in zip(wanted, results, strict=True):
         own = _sum_shared(y, [v[1][fixed + j] for v in batches])
-        answers[len(values) - len(operands) + fixed + j] = _placed_as(own, operands[fixed + j].aval)
+        answers[len(values) - len(operands) + fixed + j] = _typed_as(own, operands[fixed + j].aval)
     return answers
 
 
-def _placed_as(cotangent: Any, aval: Any) -> Any:
-    """The cotangent where its operand's type says that it is, on a mesh with explicit axes; our results are not sharded."""
+def _typed_as(cotangent: Any, aval: Any) -> Any:
+    """The cotangent of its operand's type: weak, and on a mesh with explicit axes where that says; our results are neither."""
+    if tensors.is_weak(aval):
+        cotangent = tensors.weakened(cotangent)
     spec = _spec_of(aval)
     if not any(spec) or spec == _spec_of(_typeof(cotangent)):
         return cotangent

@@ -41,6 +41,14 @@ def some_leaves(state):
     return (state["a"] ** 2).sum() * state["b"][1]
 
 
+def scaled(x, scale):
+    return x * scale
+
+
+def numbers(x, n):
+    return {"next": n + 1, "sign": jnp.where(x.sum() > 0, 1.0, -1.0), "twice": (2 * n * x, 3)}
+
+
 def cube(x):
     return x**3
 

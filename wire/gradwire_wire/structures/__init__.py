@@ -18,12 +18,14 @@ code   meaning      payload (msgpack unless said otherwise)
 7      dataclass    [module, qualname, field names, values]; of one that is a mapping as well also
                     [..., the names of the fields that are items]
 8      OrderedDict  array of [key, value]
+9      weak         [numbers of leaves, the tree]; outermost only: these leaves are
+                    weakly typed in JAX, since they stand for Python numbers
 =====  ===========  ================================================================
 
 msgpack has no types for bytearray and memoryview: they arrive as bytes.
 
 `flattening` and `filling` are the way there and back; below them are `format` (codes and limits), `reading` (bytes to trees)
-and `values` (what msgpack has no type for, with `stand_ins` for classes that are not loaded here); `places` tells where leaves are; `keys` are scalars where a leaf cannot be.
+and `values` (what msgpack has no type for, with `stand_ins` for classes that are not loaded here); `places` tells where leaves are, `weak` which of them stand for numbers; `keys` are scalars where a leaf cannot be.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from gradwire_wire.structures.format import LEAF, MAX_BYTES, MAX_CACHED, MAX_DEP
 from gradwire_wire.structures.places import fill_leaves_only, leaf_paths, leaves_like
 from gradwire_wire.structures.reading import leaf_count
 from gradwire_wire.structures.stand_ins import on_stand_in
+from gradwire_wire.structures.weak import weak_leaves, with_weak
 
 __all__ = [
     "AS_TUPLES",
@@ -54,4 +57,6 @@ __all__ = [
     "on_stand_in",
     "positional",
     "positional_count",
+    "weak_leaves",
+    "with_weak",
 ]

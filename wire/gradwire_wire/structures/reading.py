@@ -23,6 +23,7 @@ from gradwire_wire.structures.format import (
     ORDEREDDICT,
     SCALAR,
     TUPLE,
+    WEAK,
     Leaf,
     check_length,
 )
@@ -84,7 +85,19 @@ def _extension(leaf: Callable[[int], Any], depth: int, code: int, payload: bytes
         return unpack_scalar(*value)
     if code in (NAMEDTUPLE, DATACLASS):
         return (as_namedtuple if code == NAMEDTUPLE else as_dataclass)(*value)
+    if code == WEAK:
+        return _marked(value)
     raise ProtocolError(f"unknown extension type {code}")
+
+
+def _marked(value: list[Any]) -> Any:
+    """The tree of a structure that says more of its leaves (`structures.weak`)."""
+    if len(value) != 2 or type(value[0]) is not list:
+        raise ProtocolError("which leaves are numbers is said beside the tree")
+    places, tree = value
+    if not all(type(i) is int for i in places) or any(a >= b for a, b in zip([-1, *places], places)):
+        raise ProtocolError("leaves that are numbers must be ascending natural numbers")
+    return tree
 
 
 def leaf_count(structure: bytes) -> int:

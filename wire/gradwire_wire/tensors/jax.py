@@ -18,9 +18,24 @@ from gradwire_wire.dtypes import BOOL, DType, dtype_named
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
 from gradwire_wire.structures import on_stand_in
 
-__all__ = ["NAME", "adopt", "aval", "element_type", "export", "is_tensor", "numpy_view"]
+__all__ = [
+    "NAME",
+    "adopt",
+    "aval",
+    "element_type",
+    "export",
+    "is_tensor",
+    "is_weak",
+    "numpy_view",
+    "weakened",
+]
 
 NAME = "jax"
+_NUMBERS = {"i": int, "f": float, "c": complex}
+try:  # there is no public name for it
+    from jax._src.lax.lax import _convert_element_type as _convert
+except ImportError:
+    _convert = None
 
 
 def is_tensor(x: Any) -> bool:
@@ -69,6 +84,19 @@ def numpy_view(carrier: Carrier) -> np.ndarray:
 def aval(x: Any) -> Aval:
     """Shape and dtype of an array, a tracer or a `jax.ShapeDtypeStruct`."""
     return Aval(tuple(x.shape), _wire_dtype(x.dtype))
+
+
+def is_weak(x: Any) -> bool:
+    """Whether an array, a tracer or an abstract value stands for a Python number: of JAX's weak type."""
+    return bool(getattr(getattr(x, "aval", x), "weak_type", False))
+
+
+def weakened(x: Any) -> Any:
+    """The same of weak type; as it is where Python's numbers are of another dtype here (x64), or JAX has no way to say so."""
+    number = _NUMBERS.get(x.dtype.kind)
+    if number is None or _convert is None or x.dtype != jax.dtypes.canonicalize_dtype(number):
+        return x
+    return _convert(x, weak_type=True)
 
 
 def element_type(dtype: DType) -> np.dtype:

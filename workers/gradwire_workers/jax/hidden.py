@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors import jax as tensors
-from gradwire_workers.flat import Flat
+from gradwire_workers.jax.flats import JaxFlat
 from gradwire_workers.jax.functions import (
     Signature,
     Traced,
@@ -196,7 +196,7 @@ class Call:
             moved.update(after if training is not False else {})
             return result
 
-        flat = Flat(target, self._site, tensors.is_tensor)
+        flat = JaxFlat(target, self._site)
         results = tuple(map(as_array, flat(*operands[len(self.lifted) :])))
         self.structure, self.results = flat.structure, len(results)
         return (*results, *(_moved(moved, name, x, self._core) for name, x in before.items()))

@@ -11,10 +11,10 @@ import numpy as np
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import GradwireError, UsageError
-from gradwire_wire.tensors.jax import element_type, is_tensor
+from gradwire_wire.tensors.jax import element_type
 from gradwire_workers import program as contract
-from gradwire_workers.flat import Flat
 from gradwire_workers.jax.compiled import KeepPlan, RunPlan
+from gradwire_workers.jax.flats import JaxFlat
 from gradwire_workers.jax.functions import Eager, Signature, Traced, is_untraceable, needs_values
 from gradwire_workers.jax.models import RETURN
 from gradwire_workers.jax.residuals import Compiled, Interpreted, Recomputed
@@ -99,9 +99,7 @@ class Program(contract.Program):
             return True
 
     def _new_trace(self, site: WorkerSite, signature: Signature) -> Traced:
-        return Traced(
-            Flat(self._target, site, is_tensor), signature, site.seed, check_leaks=site.compile is not True
-        )
+        return Traced(JaxFlat(self._target, site), signature, site.seed, check_leaks=site.compile is not True)
 
     def _new_function(self, site: WorkerSite, signature: Signature) -> Traced | Eager:
         if site.compile is not False:
@@ -113,7 +111,7 @@ class Program(contract.Program):
         return self._new_eager(site)
 
     def _new_eager(self, site: WorkerSite) -> Eager:
-        return Eager(Flat(self._target, site, is_tensor), site.seed)
+        return Eager(JaxFlat(self._target, site), site.seed)
 
     def _new_runner(
         self, site: WorkerSite, word: tuple[Any, ...], signature: Signature
