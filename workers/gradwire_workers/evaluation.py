@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Callable, NamedTuple, Sequence, Union
+from typing import Any, Callable, Iterator, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def evaluate(
         word, token_ops = without_primals(word, call.token_ops)
         call = Request(call.remote, call.keep, call.token, token_ops)
     if call.token:
-        derived = _from_residual(site, word, call, operands, residuals, zeros)
+        derived = _from_residual(program, site, word, call, operands, residuals, zeros)
         if derived is not None:
             return derived
         if not _would_run_alike(program, site, call, residuals):
@@ -112,6 +112,7 @@ def _step_after(word: Word, done: int) -> Step | None:
 
 
 def _from_residual(
+    program: Program,
     site: WorkerSite,
     word: Word,
     call: Asked,
@@ -135,13 +136,65 @@ def _from_residual(
     if step.op[0] == "T":
         residuals.note_pulled(token)
     if rows is not None:
-        return None if step.rules else _from_rows(kept.residual, step, call, linear, rows)
-    if step.further:
+        return None if step.rules else _from_rows(program, kept.residual, step, call, linear, rows)
+    batches = _batches_of_lines(step.further, len(linear))
+    if batches is None or (batches and call.keep):
         return None
     of = kept.residual.differentiated(step.rules) if step.rules else kept.residual
     accumulate = site.accumulate and step.op[0] == "T"
+    if batches:
+        return Evaluated(Result(_from_batches(program, of, step.op, batches, linear, accumulate)))
     tensors, residual = of.derive(step.op, linear, keep=bool(call.keep), accumulate=accumulate)
     return Evaluated(Result(tensors), residual)
+
+
+Batches = Tuple[Tuple[bool, ...], ...]
+"""Batches, innermost first: which of the cotangents or tangents have a row each."""
+
+
+@lru_cache(maxsize=4096)
+def _batches_of_lines(further: Word, lines: int) -> Batches | None:
+    """Operations that are batches of the last ``lines`` operands alone; None where they are something else.
+
+    One forward then serves all rows, as in a Jacobian.
+    """
+    if any(op[0] != "V" or any(op[1][: len(op[1]) - lines]) for op in further):
+        return None
+    return tuple(op[1][len(op[1]) - lines :] for op in further)
+
+
+def _from_batches(
+    program: Program,
+    residual: Residual,
+    op: tuple[Any, ...],
+    batches: Batches,
+    linear: Sequence[Any],
+    accumulate: bool,
+) -> list[Any]:
+    """Derivatives of one kept forward at batches of cotangents or tangents."""
+    *inner, mapped = batches
+    if not inner and not accumulate:
+        found = residual.derive_batch(op, mapped, linear)
+        if found is not None:
+            return found
+
+    def derive(row: Sequence[Any]) -> list[Any]:
+        if inner:
+            return _from_batches(program, residual, op, tuple(inner), row, accumulate)
+        return residual.derive(op, row, keep=False, accumulate=accumulate)[0]
+
+    return _stacked(program, [derive(row) for row in _rows(linear, [0 if m else None for m in mapped])], 0)
+
+
+def _rows(linear: Sequence[Any], axes: Sequence[int | None]) -> Iterator[list[Any]]:
+    """The operands of each row: ``axes`` says which axis of an operand is the rows', 0 or 1."""
+    at, axis = next((i, a) for i, a in enumerate(axes) if a is not None)
+    for k in range(linear[at].shape[axis]):
+        yield [x if a is None else (x[:, k, ...] if a else x[k, ...]) for x, a in zip(linear, axes)]
+
+
+def _stacked(program: Program, rows: Sequence[list[Any]], axis: int) -> list[Any]:
+    return [None if column[0] is None else program.stack(column, axis) for column in zip(*rows)]
 
 
 def _without_gaps(
@@ -156,14 +209,41 @@ def _without_gaps(
 
 
 def _from_rows(
-    residual: Residual, step: Step, call: Asked, linear: Sequence[Any], rows: list[Any]
+    program: Program, residual: Residual, step: Step, call: Asked, linear: Sequence[Any], rows: list[Any]
 ) -> Evaluated | None:
-    """The same for a batch whose rows were kept at once, under one token."""
-    further = step.further
-    if call.keep or len(further) != 1 or further[0][0] != "V" or any(row[0] != rows[0][0] for row in rows):
+    """The same for a batch whose rows were kept at once, under one token: the outermost of the word's."""
+    further, lines = step.further, len(linear)
+    if call.keep or not further or further[-1][0] != "V" or any(row[0] != rows[0][0] for row in rows):
         return None
-    batch = residual.derive_rows(step.op, further[0][1], linear, np.asarray([row[1] for row in rows]))
-    return None if batch is None else Evaluated(Result(batch))
+    batches = _batches_of_lines(further[:-1], lines)
+    if batches is None:
+        return None
+    axes, numbers = further[-1][1], np.asarray([row[1] for row in rows])
+    found = _from_kept_rows(program, residual, step.op, axes, batches, linear, numbers)
+    return None if found is None else Evaluated(Result(found))
+
+
+def _from_kept_rows(
+    program: Program,
+    residual: Residual,
+    op: tuple[Any, ...],
+    axes: tuple[bool, ...],
+    batches: Batches,
+    linear: Sequence[Any],
+    numbers: np.ndarray,
+) -> list[Any] | None:
+    """Derivatives of kept rows, at batches of cotangents or tangents for each; None where they must be computed afresh."""
+    if not batches:
+        return residual.derive_rows(op, axes, linear, numbers)
+    *inner, mapped = batches
+    own = axes[len(axes) - len(linear) :]
+    each = []
+    for row in _rows(linear, [None if not m else int(o) for m, o in zip(mapped, own)]):
+        found = _from_kept_rows(program, residual, op, axes, tuple(inner), row, numbers)
+        if found is None:
+            return None
+        each.append(found)
+    return _stacked(program, each, 1)
 
 
 def _is_of_a_former_life(program: Program, call: Asked, residuals: Residuals) -> bool:

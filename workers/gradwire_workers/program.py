@@ -81,6 +81,12 @@ class Residual(ABC):
         """The same for a batch of kept rows; None where it does not apply and must be computed afresh."""
         return None
 
+    def derive_batch(
+        self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
+    ) -> list[Any] | None:
+        """`derive` for each row of cotangents or tangents, of which ``mapped`` have rows. None where it must be asked for each."""
+        return None
+
     def differentiated(self, primals: tuple[tuple[Any, ...], ...]) -> Residual:
         """The residual of the forward as these operations ``('P', wrt)`` make it: only asked where `Program.rules_end`."""
         raise NotImplementedError(f"{type(self).__qualname__} is of a program whose rules do not end")
@@ -141,6 +147,11 @@ class Program(ABC):
     @abstractmethod
     def run(self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
         """Evaluate the derived function ``word`` and keep nothing."""
+
+    @staticmethod
+    @abstractmethod
+    def stack(rows: Sequence[Any], axis: int) -> Any:
+        """Tensors of one shape as rows of one tensor, along a new axis."""
 
     def runner(self, site: WorkerSite) -> Runner | None:
         """What is called for every planned call of this site instead of `run`, made once; None where nothing can be prepared."""

@@ -173,13 +173,13 @@ def _jvp_of_forward(
     """
     op = ("J", moving)
     primal = replace(derived, primals=(*derived.primals, ("P", moving))) if has_rules else derived
-    if derived.site.residuals != "keep" and not derived.keep:
+    # What rows of cotangents or tangents make of one forward is not kept: it has no graph of its own there.
+    is_afresh = derived.site.residuals != "keep" or (token is not None and derived.is_batched)
+    if is_afresh and not derived.keep:
         *results, stamp = bind(replace(primal, keep=KEEP_STAMP), token, operands)
         moved = bind(derived.then(op, STAMPED), stamp, [*operands, *lines])
         kept = None
-    elif (
-        derived.keep == KEEP_ROWS or derived.site.residuals != "keep"
-    ):  # rows have no graph of graphs: afresh
+    elif derived.keep == KEEP_ROWS or is_afresh:  # rows have no graph of graphs
         results = bind(primal, token, operands)
         moved = bind(derived.then(op, None), None, [*operands, *lines])
         kept = results.pop() if derived.keep else None

@@ -93,7 +93,10 @@ class KeepPlan:
         linear: Sequence[Any],
         axes: tuple[bool, ...] | None = None,
     ) -> list[Any]:
-        """Cotangents of the operands ``wrt``; ``axes``: which cotangents have the batch's leading axis."""
+        """Cotangents of the operands ``wrt``; ``axes``: which cotangents have a batch's leading axis.
+
+        That of the forward, where it is a batch; else one forward serves all rows.
+        """
         compiled = self._pullbacks.get((wrt, axes))
         if compiled is None:
             compiled = self._pullbacks[wrt, axes] = jax.jit(self._pullback(wrt, axes))
@@ -129,13 +132,14 @@ class KeepPlan:
                 adjoint(bars[i]) if i in bars else jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in wrt
             )
 
-        if self.axes is None:
+        if axes is None:
             return pull
         leaf_axes = [self._axis(leaf) for leaf in self._places if leaf.place != LITERAL]
         return jax.vmap(pull, in_axes=(leaf_axes, tuple(0 if mapped else None for mapped in axes)))
 
     def _axis(self, leaf: Leaf) -> int | None:
-        assert self.axes is not None
+        if self.axes is None:
+            return None
         if leaf.place == OPERAND:
             return 0 if self.axes[leaf.at] else None
         return 0 if leaf.place in (RESULT, OWN) else None

@@ -35,6 +35,7 @@ class ModuleProgram(Program):
     """
 
     is_module = may_have_rules = rules_end = True
+    stack = staticmethod(Core.stack)
 
     def __init__(
         self, store: Store, form: Form = without, mode: bool | None = None, buffers: bool = False
@@ -217,6 +218,10 @@ class Owned(Residual):
             return found
         self._store.accumulate(self._names, [_summed(x, (0,)) for x in found[:count]])
         return found[count:]
+
+    def derive_batch(self, op: Any, mapped: tuple[bool, ...], linear: Sequence[Any]) -> list[Any] | None:
+        (plain,) = shifted((op,), len(self._names), False)
+        return self._held().derive_batch(plain, mapped, linear)
 
     def _held(self) -> Residual:
         if self._inner is None:

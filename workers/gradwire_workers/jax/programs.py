@@ -63,6 +63,10 @@ class Program(contract.Program):
     ) -> tuple[Result, Residual]:
         return self._keep(site, word, word[-1][1], operands)
 
+    @staticmethod
+    def stack(rows: Sequence[Any], axis: int) -> Any:
+        return jax.block_until_ready(jax.numpy.stack(rows, axis))
+
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         """From the trace, which runs the target's Python on tracers (at most once a signature) and no array."""
         signature = tuple((a.shape, element_type(a.dtype)) for a in avals)

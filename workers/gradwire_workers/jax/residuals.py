@@ -55,6 +55,13 @@ class Recomputed(Residual):
         word, operands = (op, ("V", tuple(axes))), [*self._operands, *linear]
         return list(self._program.run(self._site, word, operands).tensors)
 
+    def derive_batch(
+        self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
+    ) -> list[Any] | None:
+        axes = (False,) * len(self._operands) + tuple(mapped)
+        word, operands = (*self._word, op, ("V", axes)), [*self._operands, *linear]
+        return list(self._program.run(self._site, word, operands).tensors)
+
     def _whole_batch(self, axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray) -> bool:
         """Whether the kept batch is asked for as it is: the same axes, all rows in their order."""
         if (
@@ -100,6 +107,16 @@ class Compiled(Recomputed):
             return self._plan.pull(op[1], self._leaves, linear, tuple(axes[len(axes) - len(linear) :]))
         return super().derive_rows(op, axes, linear, rows)
 
+    def derive_batch(
+        self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
+    ) -> list[Any] | None:
+        if op[0] == "T" and self._plan.axes is None:
+            try:
+                return self._plan.pull(op[1], self._leaves, linear, tuple(mapped))
+            except Exception as error:
+                del error  # as in `derive`
+        return super().derive_batch(op, mapped, linear)
+
 
 class Interpreted(Recomputed):
     """JAX's closure of one eager run: it agrees with that run whatever the user's Python does next time."""
@@ -128,6 +145,11 @@ class Interpreted(Recomputed):
             return super().derive(op, linear, keep=keep, accumulate=accumulate)
         made = self._pulled(op[1], linear) if op[0] == "T" else self._pushed(op[1], linear)
         return jax.block_until_ready(made), None
+
+    def derive_batch(
+        self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
+    ) -> list[Any] | None:
+        return None
 
     def _pulled(self, wrt: tuple[int, ...], cotangents: Sequence[Any]) -> list[Any]:
         bars = self._pullback(tuple(adjoint(jax.numpy.asarray(c)) for c in cotangents))

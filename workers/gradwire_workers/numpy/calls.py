@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from gradwire_wire.tensors.numpy import adopt, aval
 from gradwire_wire.words import result_avals
 from gradwire_workers.program import WorkerSite
 
-__all__ = ["Call", "Pullback", "ShapeDtype", "filled"]
+__all__ = ["Call", "Pullback", "ShapeDtype", "copied", "filled", "rows_of"]
 
 Pullback = Callable[[Sequence[Any]], List[Any]]
 """From cotangents of the inexact results to those of all operands, None where one is not used."""
@@ -71,10 +71,10 @@ class Call:
 
     def _batch(self, inner: tuple[Any, ...], axes: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
         found = []
-        for row in _rows(axes, operands):
+        for row in rows_of(axes, operands):
             results = self.evaluate(inner, row)
             unused = inner and inner[-1][0] == "T"
-            found.append(filled(results, [row[i] for i in inner[-1][1]]) if unused else results)
+            found.append(copied(filled(results, [row[i] for i in inner[-1][1]]) if unused else results))
         return [np.stack(ys) for ys in zip(*found)] if found else self._empty(inner, axes, operands)
 
     def _empty(self, inner: tuple[Any, ...], axes: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
@@ -130,15 +130,18 @@ class Call:
 
     def _batched_vjp(self, word: tuple[Any, ...], operands: Sequence[Any]) -> Pulled:
         axes = word[-1][1]
-        pulled = [self.vjp(word[:-1], row) for row in _rows(axes, operands)]
-        rows = [pull for _, pull, _ in pulled]
+        rows, found = [], []
+        for row in rows_of(axes, operands):
+            ys, pull, _ = self.vjp(word[:-1], row)
+            rows.append(pull)
+            found.append(copied(ys))
         if rows:
-            results = [np.stack(ys) for ys in zip(*[ys for ys, _, _ in pulled])]
+            results = [np.stack(ys) for ys in zip(*found)]
         else:
             results = self._empty(word[:-1], axes, operands)
 
         def pullback(cotangents: Sequence[Any]) -> list[Any]:
-            bars = [pull([c[r, ...] for c in cotangents]) for r, pull in enumerate(rows)]
+            bars = [copied(pull([c[r, ...] for c in cotangents])) for r, pull in enumerate(rows)]
             return [_gathered([row[i] for row in bars], mapped, operands[i]) for i, mapped in enumerate(axes)]
 
         return results, pullback, rows
@@ -172,9 +175,10 @@ class Call:
         self, word: tuple[Any, ...], operands: Sequence[Any], tangents: dict[int, Any]
     ) -> list[Any]:
         axes = word[-1][1]
+        moving, dots = list(tangents), rows_of([axes[i] for i in tangents], list(tangents.values()))
         rows = [
-            self.jvp(word[:-1], row, {i: d[r, ...] if axes[i] else d for i, d in tangents.items()})
-            for r, row in enumerate(_rows(axes, operands))
+            copied(self.jvp(word[:-1], row, dict(zip(moving, dot))))
+            for row, dot in zip(rows_of(axes, operands), dots)
         ]
         if not rows:
             return [y for y in self._empty(word[:-1], axes, operands) if _is_inexact(y)]
@@ -200,9 +204,18 @@ def filled(bars: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     return [np.zeros_like(x) if bar is None else bar for bar, x in zip(bars, like)]
 
 
-def _rows(axes: Sequence[bool], operands: Sequence[Any]) -> list[list[Any]]:
-    length = len(operands[list(axes).index(True)])
-    return [[x[r, ...] if mapped else x for x, mapped in zip(operands, axes)] for r in range(length)]
+def rows_of(axes: Sequence[bool], operands: Sequence[Any], length: int | None = None) -> Iterator[list[Any]]:
+    """The operands of each row. What rows share is a copy for all but the last, for a target may write to its arguments."""
+    if length is None:
+        length = len(operands[list(axes).index(True)])
+    for r in range(length):
+        last = r == length - 1
+        yield [x[r, ...] if mapped else (x if last else x.copy()) for x, mapped in zip(operands, axes)]
+
+
+def copied(row: Sequence[Any]) -> list[Any]:
+    """The results of one row, which the target may write over in the next one."""
+    return [None if x is None else x.copy() for x in row]
 
 
 def _gathered(bars: list[Any], mapped: bool, operand: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
-from gradwire_workers.numpy.calls import Call, Pullback, filled
+from gradwire_workers.numpy.calls import Call, Pullback, copied, filled, rows_of
 from gradwire_workers.program import Program, Residual, Result, Runner, WorkerSite
 
 __all__ = ["NumpyProgram"]
@@ -65,6 +65,10 @@ class NumpyProgram(Program):
 
     keep_rows = keep
 
+    @staticmethod
+    def stack(rows: Sequence[Any], axis: int) -> Any:
+        return np.stack(rows, axis)
+
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         call = Call(self._target, site)
         return call.spec(avals), call.structure
@@ -115,11 +119,19 @@ class NumpyResidual(Residual):
             return None
         mapped = axes[len(axes) - len(linear) :]
         found = []
-        for at, row in enumerate(numbers):
-            bars = self._rows[row]([c[at, ...] if m else c for c, m in zip(linear, mapped)])
+        for row, cotangents in zip(numbers, rows_of(mapped, linear, len(numbers))):
+            bars = self._rows[row](cotangents)
             like = [x[row, ...] if m else x for x, m in zip(self._operands, self._word[-1][1])]
-            found.append(filled([bars[i] for i in op[1]], [like[i] for i in op[1]]))
+            found.append(copied(filled([bars[i] for i in op[1]], [like[i] for i in op[1]])))
         return [np.stack(bars) for bars in zip(*found)]
+
+    def derive_batch(
+        self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
+    ) -> list[Any] | None:
+        found = [
+            copied(self.derive(op, row, keep=False, accumulate=False)[0]) for row in rows_of(mapped, linear)
+        ]
+        return [None if column[0] is None else np.stack(column) for column in zip(*found)]
 
 
 class NumpyDerivative(Residual):

@@ -57,6 +57,8 @@ class TensorFlowProgram(Program):
     ) -> tuple[Result, Residual]:
         return self._at(site).keep(word, operands, rows=True)
 
+    stack = staticmethod(tf.stack)
+
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         return self._at(site).spec(avals)
 

@@ -18,7 +18,7 @@ from gradwire_wire.errors import ResidualLostError
 from gradwire_workers.program import Residual
 from gradwire_workers.tensorflow.graphs import READS, Traced, node_of
 from gradwire_workers.tensorflow.replays import NotReplayable, Replay, what_to_save
-from gradwire_workers.tensorflow.words import Function, derived, is_inexact, outermost, pull, push
+from gradwire_workers.tensorflow.words import Function, derived, is_inexact, of_rows, outermost, pull, push
 
 __all__ = ["Keeping", "Replayed", "Taped", "taped"]
 
@@ -46,6 +46,7 @@ class Keeping:
         self.owner, self._function, self._word, self._specs = owner, function, word, tuple(specs)
         self.accumulate, self.has_rows = accumulate, len(word) == 1 and word[0][0] == "V"
         self._derivatives: OrderedDict[Any, tuple[Replay, list[str]]] = OrderedDict()
+        self._one_by_one: set[Any] = set()  # derivatives that TensorFlow does not vectorise
         pullback = self._likely_pullback(forward, accumulate)
         self._saved = what_to_save(forward, pullback)
         self.forward = Traced(outermost(function, word), specs, self._saved.find_in)
@@ -103,6 +104,20 @@ class Keeping:
 
         trace = lambda: Traced(rows, operands)  # noqa: E731
         return self._cached((op, axes), operands, accumulate, trace, reshaped=any(spread))
+
+    def batch_derivative(
+        self, suffix: tuple[Any, ...], op: tuple[Any, ...], operands: Sequence[Any]
+    ) -> Replay | None:
+        """The derivative ``op`` of ``word + suffix`` at rows of cotangents or tangents; None where each must be derived by itself."""
+        function = of_rows(derived(self._function, (*self._word, *suffix)), op)
+        name = (*suffix, op, "rows")
+        if name in self._one_by_one:
+            return None
+        try:
+            return self._cached(name, operands, False, lambda: Traced(function, operands))[0]
+        except Exception:  # many kinds, all of them about what cannot be vectorised or replayed
+            self._one_by_one.add(name)
+            return None
 
     def _cached(
         self,
@@ -169,6 +184,15 @@ class Replayed(Residual):
         with _explained():
             derivative, names = keeping.row_derivative(op, axes, operands, accumulate)
         return self._evaluated(derivative, op, operands, names)
+
+    def derive_batch(
+        self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
+    ) -> list[Any] | None:
+        if not all(mapped):
+            return None
+        operands = [*self._operands, *linear]
+        derivative = self._keeping.batch_derivative(self._suffix, op, operands)
+        return None if derivative is None else derivative(operands, self._saved)
 
     def _evaluated(
         self, derivative: Replay, op: tuple[Any, ...], operands: Sequence[Any], names: list[str]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from gradwire_wire.errors import UsageError
 from gradwire_workers.tensorflow.graphs import Traced
 
-__all__ = ["Function", "derived", "is_inexact", "outermost", "pull", "push"]
+__all__ = ["Function", "derived", "is_inexact", "of_rows", "outermost", "pull", "push"]
 
 Function = Callable[..., List[Any]]
 
@@ -92,14 +92,48 @@ def push(tape: Any, results: Sequence[Any], wrt: Sequence[Any], tangents: Sequen
 
     Those are ones here. Their value does not matter, but TensorFlow's rules leave terms out for zeros.
     """
+    return _pusher(tape, results, wrt)(tangents)
+
+
+def _pusher(tape: Any, results: Sequence[Any], wrt: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+    """From tangents of ``wrt`` to those of the inexact results. See `push`."""
     targets = [y for y in results if is_inexact(y)]
     ones = [tf.ones_like(y) for y in targets]
     with tf.GradientTape(watch_accessed_variables=False) as outer:
         outer.watch(ones)
         found = pull(tape, targets, wrt, ones)
-    used = [(g, t) for g, t in zip(found, tangents) if g is not None]
-    pushed = pull(outer, [g for g, _ in used], ones, [t for _, t in used])
-    return [tf.zeros_like(y) if p is None else p for p, y in zip(pushed, targets)]
+
+    def push(tangents: Sequence[Any]) -> list[Any]:
+        used = [(g, t) for g, t in zip(found, tangents) if g is not None]
+        pushed = pull(outer, [g for g, _ in used], ones, [t for _, t in used])
+        return [tf.zeros_like(y) if p is None else p for p, y in zip(pushed, targets)]
+
+    return push
+
+
+def of_rows(function: Function, op: tuple[Any, ...]) -> Function:
+    """The derivative ``op`` at rows of cotangents or tangents, vectorised, of one evaluation of the function.
+
+    An operand that is not used has zeros. Raises, in many ways, where TensorFlow cannot vectorise the derivative.
+    """
+
+    def rows(*operands: Any) -> list[Any]:
+        primals, lines = _split(operands, op[2] if op[0] == "T" else len(op[1]))
+        wrt = [primals[i] for i in op[1]]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([x for x in wrt if is_inexact(x)])
+            results = function(*primals)
+        if op[0] == "J":
+            derive = _pusher(tape, results, wrt)
+        else:
+            derive = lambda row: [  # noqa: E731
+                tf.zeros_like(x) if g is None else g for g, x in zip(pull(tape, results, wrt, row), wrt)
+            ]
+        return list(
+            tf.vectorized_map(lambda row: tuple(derive(row)), tuple(lines), fallback_to_while_loop=False)
+        )
+
+    return rows
 
 
 def _dense(gradient: Any, source: Any) -> Any:

@@ -104,6 +104,19 @@ class Kept(Residual):
         kept._alone = self._alone
         return self._anchored_zero(op, [None if y is None else y.detach() for y in results]), kept
 
+    def derive_batch(
+        self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
+    ) -> list[Any] | None:
+        if self._alone or self._has_hooks or self.within is not None or not all(mapped):
+            return None
+        rows = self._owner.place(linear)
+        try:
+            return self._derived(op, self._results, [self._leaves[i] for i in op[1]], rows, False, rows=True)
+        except (
+            Exception
+        ):  # many kinds, of backwards that torch cannot batch; what else is wrong, each row will say
+            return None
+
     def _derived(
         self,
         op: tuple[Any, ...],
@@ -112,6 +125,7 @@ class Kept(Residual):
         linear: Sequence[Any],
         keep: bool,
         parameters: Sequence[Any] = (),
+        rows: bool = False,
     ) -> list[Any]:
         if self._has_hooks and self._generation != self._owner.generation:
             raise _lost("it would be computed again with the new ones (torch.utils.checkpoint)")
@@ -122,8 +136,8 @@ class Kept(Residual):
             )
         try:
             if op[0] == "J":
-                return push(ys, wrt, linear, create_graph=keep)
-            return pull(ys, wrt, linear, create_graph=keep, parameters=parameters)
+                return push(ys, wrt, linear, create_graph=keep, rows=rows)
+            return pull(ys, wrt, linear, create_graph=keep, parameters=parameters, rows=rows)
         except RuntimeError as error:
             if "sparse tensors" in str(error):
                 raise UsageError(

@@ -128,6 +128,8 @@ class TorchProgram(Program):
                     results = evaluate(flat, word, leaves_of(operands), parameters=parameters)
         return _result(site, word, results, flat.structure)
 
+    stack = staticmethod(torch.stack)
+
     def runner(self, site: WorkerSite) -> Runner | None:
         """A context manager of torch's takes as long as all the rest of it."""
         if type(self) is not TorchProgram or site.seed is not None or self._device is not None:

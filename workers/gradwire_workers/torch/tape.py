@@ -195,17 +195,21 @@ def pull(
     *,
     create_graph: bool = False,
     parameters: Sequence[Any] = (),
+    rows: bool = False,
 ) -> list[Any]:
     """Cotangents of ``wrt`` (None where unused), and gradients added to ``parameters``. Keeps the graph.
 
-    cotangents: None where nothing leads to that result.
+    cotangents: None where nothing leads to that result. rows: they are rows of cotangents, and so is what comes out; no
+    parameters then.
     """
     pairs = [(y, c) for y, c in zip(results, cotangents) if c is not None and y.requires_grad]
     inputs = [x for x in wrt if x.requires_grad]
     if not pairs or not (inputs or parameters):
         return [None] * len(wrt)
     ys, cts = zip(*pairs)
-    if not parameters:
+    if rows:
+        grads = _grad_of_rows(ys, inputs, cts)
+    elif not parameters:
         grads = _grad(ys, inputs, cts, create_graph)
     elif create_graph or not all(x.is_leaf for x in inputs):
         both = [*inputs, *parameters]
@@ -233,6 +237,14 @@ def _grad(ys: Any, inputs: Sequence[Any], cts: Any, create_graph: bool) -> Seque
         grads: Sequence[Any] = _run_engine(ys, cts, True, create_graph, tuple(inputs), True, False)
         return grads
     return _autograd_grad(ys, inputs, cts, retain_graph=True, create_graph=create_graph, allow_unused=True)
+
+
+def _grad_of_rows(ys: Any, inputs: Sequence[Any], cts: Any) -> Sequence[Any]:
+    """torch's engine under its vmap."""
+    grads: Sequence[Any] = _autograd_grad(
+        ys, inputs, cts, retain_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    return grads
 
 
 def _accumulating_grad(ys: Any, leaves: Sequence[Any], cts: Any, parameters: Sequence[Any]) -> list[Any]:
@@ -264,9 +276,17 @@ def _dense(grad: Any) -> Any:
 
 
 def push(
-    results: Sequence[Any], wrt: Sequence[Any], tangents: Sequence[Any], *, create_graph: bool = False
+    results: Sequence[Any],
+    wrt: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    create_graph: bool = False,
+    rows: bool = False,
 ) -> list[Any]:
-    """Tangents of the results: the pullback's pullback with respect to its cotangents. Keeps the graph."""
+    """Tangents of the results: the pullback's pullback with respect to its cotangents. Keeps the graph.
+
+    rows: of tangents, for rows of results.
+    """
     ys = [y for y in results if y.requires_grad]
     pairs = [(x, d) for x, d in zip(wrt, tangents) if x.requires_grad]
     found: dict[int, Any] = {}
@@ -277,9 +297,15 @@ def push(
         used = [(g, d) for g, d in zip(grads, ds) if _depends(g)]
         if used:
             gs, ds = zip(*used)
-            ts = _autograd_grad(gs, us, ds, retain_graph=True, create_graph=create_graph, allow_unused=True)
+            if rows:
+                ts = _grad_of_rows(gs, us, ds)
+            else:
+                ts = _autograd_grad(
+                    gs, us, ds, retain_graph=True, create_graph=create_graph, allow_unused=True
+                )
             found = {id(y): t for y, t in zip(ys, ts) if t is not None}
-    return [found[id(y)] if id(y) in found else torch.zeros_like(y, requires_grad=False) for y in results]
+    size = (tangents[0].shape[0],) if rows else ()
+    return [found[id(y)] if id(y) in found else y.new_zeros((*size, *y.shape)) for y in results]
 
 
 def _depends(grad: Any) -> bool:
