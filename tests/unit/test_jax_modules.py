@@ -6,7 +6,7 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ def _targets() -> Any:
 
 
 targets = _targets()
+eqx, nnx = targets.eqx, targets.nnx
 KINDS = list(targets.MAKERS)
 X = np.random.default_rng(0).normal(size=(5, 3))
 BAR = np.random.default_rng(1).normal(size=(5, 2))
@@ -571,6 +572,112 @@ def test_options_are_set_and_a_new_rate_compiles_nothing() -> None:
     with pytest.raises(UsageError, match="nesterov"):
         optimizer.set({"nesterov": True})
     optimizer.set({"momentum": 0.5})
+    optimizer.step()
+
+
+OWN_TREES = {
+    "linen": lambda obj: obj[1]["params"],
+    "nnx": lambda obj: nnx.state(obj, nnx.Param),
+    "equinox": lambda obj: eqx.filter(obj[0], eqx.is_inexact_array),
+    "plain": lambda obj: obj[1],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_are_given_the_librarys_own_tree(kind: str) -> None:
+    program, seen = load(make(kind)), []
+
+    def target(learning_rate: float) -> Any:
+        def still(params: Any) -> Any:
+            """By path, as weight decay is kept from biases."""
+            seen.append(params)
+            return jax.tree_util.tree_map_with_path(lambda path, x: "bias" in str(path[-2:]), params)
+
+        return optax.chain(optax.sgd(learning_rate), optax.masked(optax.set_to_zero(), still))
+
+    optimizer = program.optimizer(target, {"learning_rate": 0.1})
+    assert jax.tree.structure(seen[0]) == jax.tree.structure(OWN_TREES[kind](make(kind)))
+    agree(jax.tree.leaves(seen[0]), jax.tree.leaves(OWN_TREES[kind](make(kind))), 0)
+    first, *others = before = program.parameters()
+    groups = [{"names": [first], "learning_rate": 0.0}, {"names": others}]
+    pull(program)
+    for made, stays in (
+        (optimizer, []),
+        (program.optimizer(target, {"learning_rate": 0.1}, groups), [first]),
+    ):
+        before = program.parameters()
+        made.step()
+        moved = [n for n, x in program.parameters().items() if (np.asarray(x) != before[n]).any()]
+        has_gradient = [n for n, x in program.grads().items() if np.asarray(x).any()]
+        assert moved == [n for n in has_gradient if "bias" not in n and n not in stays]
+    made.load_state_dict(made.state_dict())
+
+
+def test_a_rate_that_is_set_ends_a_schedule() -> None:
+    program = load(make("plain"))
+    optimizer = program.optimizer(optax.sgd, {"learning_rate": 1.0})
+    optimizer.schedule(optax.constant_schedule, {"value": 0.25})
+    pull(program)
+    for rate in (0.25, 0.5):
+        before = program.parameters()
+        optimizer.step()
+        agree([before["shift"] - program.parameters()["shift"]], [rate * program.grads()["shift"]])
+        optimizer.set({"lr": 0.5})
+
+
+def injected(learning_rate: float, momentum: float = 0.5) -> Any:
+    """Its state has the options."""
+    return optax.inject_hyperparams(optax.sgd)(learning_rate, momentum=momentum)
+
+
+def test_what_a_state_has_of_an_option_changes_with_it() -> None:
+    one, other = load(make("plain")), load(make("plain"))
+    settings = {"learning_rate": 0.1, "momentum": 0.5}
+    a, b = one.optimizer(injected, settings), other.optimizer(optax.sgd, settings)
+    changes: list[Callable[[Any], None]] = [
+        lambda optimizer: None,
+        lambda optimizer: optimizer.set({"lr": 0.02}),
+        lambda optimizer: optimizer.schedule(
+            optax.exponential_decay, {"init_value": 0.3, "transition_steps": 1, "decay_rate": 0.5}
+        ),
+        lambda optimizer: optimizer.set({"momentum": 0.9}),
+        lambda optimizer: optimizer.set({"lr": 0.05}),
+        lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda optimizer: optimizer.set({"lr": 0.2}),
+    ]
+    for change in changes:
+        for program, optimizer in ((one, a), (other, b)):
+            change(optimizer)
+            for _ in range(2):
+                optimizer.zero_grad()
+                pull(program)
+                optimizer.step()
+    agree(one.parameters().values(), other.parameters().values())
+
+
+def warmed_up(learning_rate: float) -> Any:
+    """Looks at the rate: that of a schedule's peak is compared with nought."""
+    return optax.sgd(optax.warmup_cosine_decay_schedule(0.0, learning_rate, 2, 6))
+
+
+def test_a_target_may_look_at_its_rate() -> None:
+    program, other = load(make("plain")), load(make("plain"))
+    optimizer = program.optimizer(warmed_up, {"learning_rate": 0.1})
+    wanted = other.optimizer(optax.sgd, {"learning_rate": 0.1})
+    for peak in (0.1, 0.1, 0.1, 0.7):
+        optimizer.set({"lr": peak})
+        wanted.set(
+            {"lr": float(optax.warmup_cosine_decay_schedule(0.0, peak, 2, 6)(wanted.state_dict()["steps"]))}
+        )
+        for p, own in ((program, optimizer), (other, wanted)):
+            own.zero_grad()
+            pull(p)
+            own.step()
+    agree(program.parameters().values(), other.parameters().values(), 1e-6)  # of a schedule in float32
+    optimizer.schedule(optax.linear_schedule, {"init_value": 0.1, "end_value": 0.2, "transition_steps": 3})
+    with pytest.raises(UsageError, match="warmed_up looks at the value of its learning_rate"):
+        optimizer.step()
+    optimizer.set({"lr": 0.1})
     optimizer.step()
 
 

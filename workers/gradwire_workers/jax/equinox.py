@@ -44,6 +44,9 @@ class EquinoxModel(Model):
     def _in_mode(self, module: Any, training: bool | None) -> Any:
         return module if training is None else sys.modules["equinox"].nn.inference_mode(module, not training)
 
+    def tree_of(self, parameters: dict[str, Any]) -> Any:
+        return self._module.only(parameters)
+
     def apply(
         self,
         training: bool | None,

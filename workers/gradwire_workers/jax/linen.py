@@ -33,15 +33,16 @@ class LinenModel(Model):
                 f"not a {type(variables).__qualname__}"
             ) from None
         self._tree = Tree(collections, _name)
-        arrays, trained = (
-            self._tree.arrays,
-            set(Tree({"params": collections.get("params", {})}, _name).arrays),
-        )
+        self._trained = Tree({"params": collections.get("params", {})}, _name)
+        arrays, trained = self._tree.arrays, self._trained.arrays
         self.parameters = {n: x for n, x in arrays.items() if n in trained and is_trainable(x)}
         self.buffers = {n: x for n, x in arrays.items() if n not in self.parameters}
         self._mutable = [name for name in collections if name != "params"]
         self._signature = CallSignature(self._module.__call__)
         self.training = True if self._signature.modes or self._mutable else None
+
+    def tree_of(self, parameters: dict[str, Any]) -> Any:
+        return self._trained.only(parameters)["params"]
 
     def apply(
         self,

@@ -49,6 +49,13 @@ class Model(ABC):
         key: a typed PRNG key, all randomness of the call comes from it.
         """
 
+    def tree_of(self, parameters: dict[str, Any]) -> Any:
+        """These parameters as the library has them, which optimizers are given: their labels and masks go by its paths.
+
+        None, which is no leaf, stands in the place of everything else.
+        """
+        return parameters
+
     def apply_in_layer(
         self,
         trainable: bool,

@@ -51,6 +51,9 @@ class NnxModel(Model):
     def _split(self, module: Any) -> Any:
         return self._nnx.split(module, self._nnx.Param, self._nnx.RngState, ...)
 
+    def tree_of(self, parameters: dict[str, Any]) -> Any:
+        return Tree(self._params, _name).only(parameters)
+
     def apply(
         self,
         training: bool | None,

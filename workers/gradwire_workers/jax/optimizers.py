@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.jax.functions import needs_values
 from gradwire_workers.jax.store import Store
-from gradwire_workers.jax.trees import Tree
+from gradwire_workers.jax.trees import Tree, as_numbers, is_array
 
 __all__ = ["OptaxOptimizer"]
 
@@ -28,8 +29,10 @@ class Group(NamedTuple):
 class OptaxOptimizer:
     """Made by ``target(**kwargs)``, as `optax.adam` is: once for each group. See `gradwire_workers.program.Optimizer`.
 
-    The learning rate is an argument of the compiled step, so that it can change at each; other options are constants
-    of it. As in optax, a parameter without a gradient moves as with a gradient of zeros, and frozen ones do not move.
+    It is given the parameters as the library's own tree (`Model.tree_of`). The learning rate is an argument of the compiled
+    step, so that it can change at each, unless the target looks at it; other options are constants of the step. What a state
+    has of an option (as that of `optax.inject_hyperparams`) changes with it. As in optax, a parameter without a gradient
+    moves as with a gradient of zeros, and frozen ones do not move.
     """
 
     def __init__(
@@ -49,6 +52,9 @@ class OptaxOptimizer:
         self._steps = 0
         self._schedule: Callable[[Any], Any] | None = None
         self._scheduled_at = 0
+        self._looks_at_rate = False
+        self._has_traced_rate = False
+        self._following: list[list[int]] = []
         self._states = [self._start(group) for group in self._groups]
         self._compiled = jax.jit(self._updated)
 
@@ -76,21 +82,37 @@ class OptaxOptimizer:
         return None if clip_norm is None else float(norm)
 
     def _run_compiled(self, bars: Any, held: Any, clip_norm: float | None) -> Any:
-        count = np.int32(self._steps - self._scheduled_at)
+        count, rates = np.int32(self._steps - self._scheduled_at), self._rates()
+        if self._schedule is not None:
+            self._follow_rate()
         try:
-            made = self._compiled(bars, self._states, held, self._rates(), count, clip_norm)
-        except TypeError as error:
-            if "missing" not in str(error) or "update" not in str(error):
+            made = self._compiled(bars, self._states, held, rates, count, clip_norm)
+        except Exception as error:
+            if isinstance(error, TypeError) and "missing" in str(error) and "update" in str(error):
+                raise UsageError(
+                    f"{self._name} wants to evaluate the loss itself, which is not here: {error}"
+                ) from error
+            if not needs_values(error) or (self._looks_at_rate and self._schedule is None):
                 raise
-            raise UsageError(
-                f"{self._name} wants to evaluate the loss itself, which is not here: {error}"
-            ) from error
+            self._look_at_rate(error)
+            return self._run_compiled(bars, held, clip_norm)
+        self._has_traced_rate = None not in rates
         return jax.block_until_ready(made)
 
+    def _look_at_rate(self, error: Exception) -> None:
+        """From now on the rate is a constant of the step. UsageError where a schedule would move it."""
+        if self._schedule is not None:
+            raise UsageError(
+                f"{self._name} looks at the value of its {self._alias} ({type(error).__name__}), so nothing can give it "
+                "another at each step. Have it make the schedule itself"
+            ) from error
+        self._looks_at_rate = True
+        self._compiled = jax.jit(self._updated)
+
     def _rates(self) -> list[Any]:
-        return [
-            g.options.get(self._alias) if _is_rate(g.options.get(self._alias)) else None for g in self._groups
-        ]
+        """Of each group, what is an argument of the step; None where that is a constant."""
+        rates = [None if self._looks_at_rate else g.options.get(self._alias) for g in self._groups]
+        return [rate if _is_rate(rate) else None for rate in rates]
 
     def _updated(self, bars: Any, states: Any, held: Any, rates: Any, count: Any, clip_norm: Any) -> Any:
         """New parameters and states, and the norm of all gradients."""
@@ -106,11 +128,17 @@ class OptaxOptimizer:
 
     def _group_updated(self, i: int, bars: Any, state: Any, held: Any, rate: Any, count: Any) -> Any:
         """Gradients of complex parameters are adjoints, as on the wire: the way up, which optax goes down."""
+        group, tree_of = self._groups[i], self._store.model.tree_of
         if self._schedule is not None:
             rate = self._schedule(count)
-        whole = {n: bars[n] if n in bars else jnp.zeros_like(x) for n, x in held.items()}
-        updates, state = self._transformation(self._groups[i].options, rate).update(whole, state, held)
-        return {n: (x + updates[n]).astype(x.dtype) for n, x in held.items()}, state
+            if self._following[i]:
+                state = _put(state, self._initial(group, rate, held), self._following[i])
+        own = tree_of(held)
+        whole = tree_of({n: bars[n] if n in bars else jnp.zeros_like(x) for n, x in held.items()})
+        updates, state = self._transformation(group.options, rate).update(whole, state, own)
+        names = jax.tree_util.tree_leaves(tree_of({n: n for n in held}))
+        moves = dict(zip(names, jax.tree_util.tree_structure(own).flatten_up_to(updates)))
+        return {n: (x + moves[n]).astype(x.dtype) for n, x in held.items()}, state
 
     def zero_grad(self) -> None:
         self._store.forget_gradients(n for g in self._groups for n in g.names)
@@ -120,19 +148,40 @@ class OptaxOptimizer:
     def set(self, options: dict[str, Any]) -> None:
         options = self._named(options)
         groups = [Group(g.names, {**g.options, **options}) for g in self._groups]
-        for group, state in zip(groups, self._states):
-            self._check_same(state, self._start(group))
+        if not self._is_argument(options):
+            olds = zip(self._states, self._groups)
+            self._states = [self._with_options(*old, new) for old, new in zip(olds, groups)]
+            self._following = []
         self._groups = groups
+        is_compiled_in = self._schedule is not None or self._looks_at_rate
         if self._alias in options:
             self._schedule = None  # an explicit rate is one that holds
-        if set(options) - {self._alias} or not _is_rate(options.get(self._alias)):
+        if is_compiled_in or set(options) != {self._alias} or not _is_rate(options[self._alias]):
             self._compiled = jax.jit(self._updated)
 
-    def _check_same(self, state: Any, new: Any) -> None:
-        if jax.tree_util.tree_structure(state) != jax.tree_util.tree_structure(new):
+    def _is_argument(self, options: dict[str, Any]) -> bool:
+        """Whether they are the rate alone, of which neither the states nor what they are made of has anything."""
+        if set(options) != {self._alias} or not (_is_rate(options[self._alias]) and self._has_traced_rate):
+            return False
+        return not any(self._follow_rate())
+
+    def _follow_rate(self) -> list[list[int]]:
+        """Which leaves of each group's state are as the rate is. Found once, by two rates."""
+        if not self._following:
+            for group in self._groups:
+                own = group.options.get(self._alias)
+                rate = own if own and _is_rate(own) else 0.1
+                self._following.append(_differing(self._start(group, rate), self._start(group, rate / 2)))
+        return self._following
+
+    def _with_options(self, state: Any, old: Group, new: Group) -> Any:
+        """The state with what it has of the options; all else in it goes on."""
+        before, after = self._start(old), self._start(new)
+        if jax.tree_util.tree_structure(state) != jax.tree_util.tree_structure(after):
             raise UsageError(
                 f"{self._name}: nothing was set, for with these options it would keep other state; make a new optimizer"
             )
+        return _put(state, after, _differing(before, after))
 
     def schedule(self, target: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         name = getattr(target, "__qualname__", repr(target))
@@ -158,18 +207,22 @@ class OptaxOptimizer:
 
     # -- making ----------------------------------------------------------------------------------
 
-    def _start(self, group: Group) -> Any:
-        transformation = self._transformation(group.options, None)
+    def _start(self, group: Group, rate: Any = None) -> Any:
+        return self._initial(group, rate, {n: self._store.parameters[n] for n in group.names})
+
+    def _initial(self, group: Group, rate: Any, parameters: dict[str, Any]) -> Any:
+        """The state of no step. rate: see `_transformation`."""
+        transformation = self._transformation(group.options, rate)
         if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
             raise UsageError(
                 f"{self._name} makes no optimizer with init and update, but a {type(transformation).__qualname__}; "
                 "try optax:adam"
             )
-        state = transformation.init({n: self._store.parameters[n] for n in group.names})
+        state = transformation.init(self._store.model.tree_of(parameters))
         return jax.tree_util.tree_map(_as_array, state)
 
     def _transformation(self, options: dict[str, Any], rate: Any) -> Any:
-        """rate: a traced learning rate instead of the one in the options."""
+        """rate: a learning rate, traced or not, instead of the one in the options."""
         chosen = options if rate is None else {**options, self._alias: rate}
         if not callable(self._target):
             raise UsageError(f"a {type(self._target).__qualname__} makes no optimizer; try optax:adam")
@@ -210,6 +263,7 @@ class OptaxOptimizer:
         states = [self._filled(*pair) for pair in zip(self._states, given)]
         self._states = states
         self._groups = [Group(g.names, {**g.options, **new}) for g, new in zip(self._groups, options)]
+        self._following = []
         self._steps, self._scheduled_at = int(state["steps"]), int(state["scheduled_at"])
         self._compiled = jax.jit(self._updated)
 
@@ -254,6 +308,23 @@ def _parameters_of(target: Any) -> list[str]:
 def _as_array(x: Any) -> Any:
     """A Python number of a state as the array that the compiled step makes of it."""
     return jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
+
+
+def _differing(one: Any, other: Any) -> list[int]:
+    """Which leaves of two states of one structure have other values."""
+    pairs = zip(*(map(as_numbers, jax.tree_util.tree_leaves(state)) for state in (one, other)))
+    return [
+        i for i, (x, y) in enumerate(pairs) if not (is_array(x) and jnp.array_equal(x, y, equal_nan=True))
+    ]
+
+
+def _put(state: Any, other: Any, places: Sequence[int]) -> Any:
+    """The state with these leaves of another one of its structure."""
+    leaves, structure = jax.tree_util.tree_flatten(state)
+    there = jax.tree_util.tree_leaves(other)
+    for i in places:
+        leaves[i] = there[i]
+    return jax.tree_util.tree_unflatten(structure, leaves)
 
 
 def _is_rate(x: Any) -> bool:

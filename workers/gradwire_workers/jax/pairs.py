@@ -40,6 +40,9 @@ class Applied(Model):
         self._signature = CallSignature(apply, 1 if self._state is None else 2)
         self.training = True if self._signature.modes or self._state is not None else None
 
+    def tree_of(self, parameters: dict[str, Any]) -> Any:
+        return self._params.only(parameters)
+
     def apply(
         self,
         training: bool | None,

@@ -11,7 +11,7 @@ import numpy as np
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.tensors import numpy as numpy_tensors
 
-__all__ = ["Tree", "dotted", "is_array", "is_trainable"]
+__all__ = ["Tree", "as_numbers", "dotted", "is_array", "is_trainable"]
 
 
 class Tree:
@@ -31,7 +31,7 @@ class Tree:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        named = {name: _as_numbers(leaf) for name, leaf in zip(self._names, self._leaves)}
+        named = {name: as_numbers(leaf) for name, leaf in zip(self._names, self._leaves)}
         return {name: x for name, x in named.items() if is_array(x)}
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
@@ -40,6 +40,11 @@ class Tree:
             _as_it_was(arrays[name], leaf) if name in arrays else leaf
             for name, leaf in zip(self._names, self._leaves)
         ]
+        return jax.tree_util.tree_unflatten(self._structure, leaves)
+
+    def only(self, arrays: Mapping[str, Any]) -> Any:
+        """The tree with these in the place of its own, and None, which is no leaf, in all others."""
+        leaves = [arrays.get(name) for name in self._names]
         return jax.tree_util.tree_unflatten(self._structure, leaves)
 
 
@@ -52,7 +57,8 @@ def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def _as_numbers(x: Any) -> Any:
+def as_numbers(x: Any) -> Any:
+    """A typed random key as the array of the numbers that it is made of; all else as it is."""
     return jax.random.key_data(x) if _is_key(x) else x
 
 
