@@ -32,6 +32,14 @@ def nap(x: Any, seconds: float) -> Any:
     return x
 
 
+def waits_for(path: str) -> bool:
+    """Whether somebody makes that file, before the time is up."""
+    until = time.monotonic() + 20
+    while not os.path.exists(path) and time.monotonic() < until:
+        time.sleep(0.01)
+    return os.path.exists(path)
+
+
 def first(x: Any) -> Any:
     return x.flat[0] * np.ones(1)
 
