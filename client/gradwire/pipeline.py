@@ -9,15 +9,15 @@ at once, and puts it behind the others; a single thread per connection, started 
                                                 ▼
     Future.result() ◄── complete ◄── decode ◄── lane        (the pump: one thread, asleep while nothing is under way)
 
-What is unsent goes to a worker that has nothing to do at once, and else in packets of several calls, which a worker serves
-without a sleep in between: that is what makes it faster than calls in turn; and the pump lets answers gather
-where many are under way (`gradwire.pauses`). Answers come in the order of the calls. ``_lock`` guards the order and the window; nobody waits, sends or runs foreign code while holding it. Locks are taken in
-this order: ``_lock``, a future's, ``_finished``, for which whoever wants a result waits (`gradwire.futures`). Callbacks of others
-than ours run in the background's threads, since they may wait for what the pump is to bring.
+What is unsent goes in packets (`gradwire.packets`): that is what makes it faster than calls in turn; and the pump lets answers gather
+where many are under way (`gradwire.pauses`). Answers come in the order of the calls. ``_lock`` guards the order and the window; nobody waits,
+sends or runs foreign code while holding it. Locks are taken in this order: ``_lock``, a future's, ``_finished``, for which whoever wants a
+result waits (`gradwire.futures`). Callbacks of others than ours run in the background's threads, since they may wait for what the pump is to
+bring.
 
 Handlers of signals (Ctrl-C) may raise, or call in here, between any two steps of the main thread. So a call is under way
-by one `append`, which is the last that can fail; a packet is sent and noted as sent in one step (`Lane.send_and_note`); the pump is
-awake before there is something for it; locks are those of C, and can be taken again by whoever has them.
+by one `append`, which is the last that can fail; the pump is awake before there is something for it; locks are those of C, and can be taken
+again by whoever has them.
 
 A call is *waiting* (it can be cancelled), then *under way*, then done. At the end of worker or connection, calls under way fail,
 and those that wait are made the ordinary way (`gradwire.anteroom`), which may start the worker again or says why not. A deadline counts
@@ -27,7 +27,6 @@ late answer is known for what it is.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -39,13 +38,13 @@ from typing import TYPE_CHECKING, Any
 from gradwire.background import Background, giving, is_ours, raising
 from gradwire.endings import no_thread, without_frames
 from gradwire.futures import OVER, RUNNING, CallFuture, belongs_to, finish
+from gradwire.packets import Packets
 from gradwire.pauses import PAUSE_S, Pauses
 from gradwire.replies import reply_in
 from gradwire.submissions import Coder, Elsewhere, Strange, Submission
 from gradwire_wire import sockets
-from gradwire_wire.batches import MAX_BATCH, batch_of
 from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError, WorkerDiedError
-from gradwire_wire.lane import Lane, TooLong
+from gradwire_wire.lane import Lane
 
 if TYPE_CHECKING:
     from gradwire.connection import Connection
@@ -56,8 +55,6 @@ WINDOW, LOW = 128, 48
 """Calls under way at most; who waits for room is woken when there are so few, and not for each."""
 NBYTES = 16 << 20
 """Bytes of arguments under way at most (one call may have more)."""
-BATCH, BATCH_NBYTES, SOON = 16, 16 << 10, 1 << 10
-"""Calls that go as soon as there are so many; bytes of one packet; bytes of arguments that do not wait for others."""
 LOOK_S = 0.1
 """Seconds between two looks of whoever waits for what may be told elsewhere."""
 AT_ONCE = 32
@@ -76,10 +73,7 @@ class Pipeline:
         self._finished_lock = threading.RLock()
         self._finished = threading.Condition(self._finished_lock)
         self._under_way: deque[Submission] = deque()
-        self._number = 0  # of the last call that is under way; they are numbered from 1
-        self._sent = deque([0], maxlen=1)  # the number of the last one that was sent
-        self._sending = threading.Lock()  # who has it sends
-        self._sender = 0  # that thread
+        self._packets = Packets(lane, self._under_way)
         self._waiting: deque[Submission] = deque()
         self._nbytes = 0
         self._blocked = 0
@@ -108,7 +102,7 @@ class Pipeline:
         """
         call.is_fresh = future is None
         call.future = future or CallFuture(self._finished)
-        if self._lock._is_owned() or self._sender == threading.get_ident():  # type: ignore[attr-defined]
+        if self._lock._is_owned() or self._packets.are_sent_here:  # type: ignore[attr-defined]
             return None  # a handler of signals has interrupted just this
         with self._lock:
             has_room = self._has_room(call.nbytes) or self._wait_for_room(call.nbytes, may_wait)
@@ -123,9 +117,7 @@ class Pipeline:
                 self._begin(call)
             except Elsewhere:
                 return None
-        unsent = self._number - self._sent[-1]
-        if unsent >= BATCH or call.nbytes > SOON or unsent >= len(self._under_way):
-            self._flush()
+        self._packets.send_soon(call.nbytes)
         return call.future
 
     def _has_room(self, nbytes: int) -> bool:
@@ -150,13 +142,13 @@ class Pipeline:
             call.future._state = RUNNING
         elif not call.future.set_running_or_notify_cancel():
             return
-        is_first, now = not self._under_way, time.perf_counter()
+        is_first, now, packets = not self._under_way, time.perf_counter(), self._packets
         call.frame = self._coder.frame_of(call)
         call.carriers, call.again = [], None
         self._nbytes += call.nbytes
         if is_first:
             self._since = now
-        call.number = self._number = self._number + 1
+        call.number = packets.latest = packets.latest + 1
         self._under_way.append(call)  # nothing that can fail comes after this, nor between it and the frame
 
     def _wake(self) -> None:
@@ -173,38 +165,6 @@ class Pipeline:
                 if isinstance(error, (RuntimeError, MemoryError)):
                     raise no_thread(error) from error
                 raise
-
-    def _flush(self) -> None:
-        """Send what the lane takes of what is unsent; the rest goes when answers have come. One thread at a time (no lock held)."""
-        while self._sent[-1] < self._number and not self._sending.locked():
-            with self._sending:
-                self._sender = threading.get_ident()
-                try:
-                    if not self._send_packet():
-                        return
-                finally:
-                    self._sender = 0
-
-    def _send_packet(self) -> bool:
-        """Send the first frames that are unsent. Whether the lane took them."""
-        calls = list(self._under_way)
-        first = self._sent[-1] + 1 - calls[0].number if calls else 0
-        frames = of_one_packet([call.frame for call in calls[first : first + MAX_BATCH]])
-        try:
-            return bool(frames) and self._send_frames(frames)
-        except sockets.Unreachable:
-            return False  # whoever reads answers will see it, and why
-
-    def _send_frames(self, frames: list[bytes]) -> bool:
-        lane, note, sent = self._lane, self._sent.append, self._sent[-1]
-        try:
-            packet = frames[0] if len(frames) == 1 else batch_of(frames)
-            return lane.send_and_note(packet, note, sent + len(frames))
-        except TooLong:  # the system is short of buffers, or has small ones
-            pass
-        with contextlib.suppress(TooLong):
-            return lane.send_and_note(frames[0], note, sent + 1)
-        return False
 
     # -- the pump ------------------------------------------------------------------------------------
 
@@ -232,7 +192,7 @@ class Pipeline:
                 self._is_idle = True
                 self._work.wait()
                 self._is_idle = False
-        self._flush()
+        self._packets.flush()
         return True
 
     def _read(self) -> None:
@@ -290,7 +250,7 @@ class Pipeline:
                 self._refill()
             if self._blocked and not self._waiting and len(self._under_way) <= LOW:
                 self._room.notify_all()
-        self._flush()
+        self._packets.flush()
 
     def _refill(self) -> None:
         """Those that wait begin as far as there is room (lock held)."""
@@ -346,7 +306,7 @@ class Pipeline:
 
     def _look_around(self) -> None:
         """Is there still somebody to wait for? Is it the next call's time?"""
-        self._flush()
+        self._packets.flush()
         self._connection.life.look_around(None)
         call = next((c for c in self._under_way if not c.is_abandoned), None)
         if call is None or call.site.timeout_s is None:
@@ -398,18 +358,6 @@ class Pipeline:
             if self._thread is None:
                 self._lane.close()
             self._work.notify_all()
-
-
-def of_one_packet(unsent: list[bytes]) -> list[bytes]:
-    """The first frames: as many as go into one packet."""
-    frames: list[bytes] = []
-    nbytes = 0
-    for frame in unsent[:MAX_BATCH]:
-        nbytes += 4 + len(frame)
-        if frames and nbytes > BATCH_NBYTES:
-            break
-        frames.append(frame)
-    return frames
 
 
 def _twin_of(error: BaseException) -> BaseException:

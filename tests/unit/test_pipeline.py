@@ -14,19 +14,7 @@ import pytest
 
 from gradwire.background import Background, raising
 from gradwire.futures import CallFuture, finish
-from gradwire.pipeline import BATCH_NBYTES, of_one_packet
-from gradwire_wire.batches import MAX_BATCH
 from gradwire_wire.errors import MemoryExhaustedError, UsageError
-
-
-def test_a_packet_is_the_first_frames_that_fit() -> None:
-    frames = [bytes(10)] * (MAX_BATCH + 5)
-    assert of_one_packet(frames) == frames[:MAX_BATCH]
-    assert of_one_packet([]) == []
-    long = bytes(BATCH_NBYTES)
-    assert of_one_packet([long, b"x"]) == [long]
-    assert of_one_packet([b"x", long]) == [b"x"]
-
 
 # ---- Futures -----------------------------------------------------------------------------------------------------------
 
