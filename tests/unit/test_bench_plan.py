@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import socket
+import sys
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.benchmark import beside, picture, report
+from gradwire.benchmark import beside, measure, picture, report
 from gradwire.benchmark.measure import arrays, found, percentiles_us
 from gradwire.benchmark.plan import FAR_END, Plan, Work, default_works, parsed_shape
 from gradwire.commands import main
@@ -161,3 +167,39 @@ def test_a_pipe_whose_server_dies_is_a_sentence(tmp_path: Path) -> None:
 def test_numbers_to_call_with_have_the_asked_for_types() -> None:
     made = arrays([[(2, 3), "float32"], [(), "int64"]])
     assert [(x.shape, x.dtype.name) for x in made] == [((2, 3), "float32"), ((), "int64")]
+
+
+class Sealed:
+    """A tensor that only its framework makes an array of."""
+
+    def numpy(self) -> Any:
+        return np.ones(2)
+
+
+def test_a_tree_of_results_goes_through_the_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not arrays alone: a target that gives a dict ended the process that was measured beside."""
+    (tmp_path / "gives_trees.py").write_text(
+        "from tests.unit.test_bench_plan import Sealed\n"
+        "def f(x):\n    return {'y': Sealed(), 'aux': (Sealed(), None, 3)}\n"
+    )
+    monkeypatch.setattr(
+        measure,
+        "_framework",
+        lambda name: SimpleNamespace(compiled=lambda f: f, tensors=list, to_array=lambda x: x.numpy()),
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    ours, theirs = socket.socketpair()
+    server = threading.Thread(
+        target=measure.serve, args=(theirs.detach(), "sealed", "gives_trees:f", "function")
+    )
+    server.start()
+    end: Any = Connection(ours.detach())
+    assert end.recv() == "ready"
+    end.send([np.ones(3)])
+    found = end.recv()
+    end.close()
+    server.join()
+    assert (
+        found["y"].tolist() == [1, 1] and found["aux"][0].tolist() == [1, 1] and found["aux"][1:] == [None, 3]
+    )

@@ -17,6 +17,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 LEAST, MOST = 7, 5000
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
 
 def percentiles_us(act: Callable[[], Any], seconds: float) -> dict[str, float]:
@@ -88,9 +89,16 @@ def serve(descriptor: int, framework: str, target: str, kind: str) -> None:
             operands = end.recv()
         except EOFError:
             return
-        result = call(*own.tensors(operands))
-        several = isinstance(result, (tuple, list))
-        end.send([own.to_array(x) for x in result] if several else own.to_array(result))
+        end.send(_plain(call(*own.tensors(operands)), own.to_array))
+
+
+def _plain(result: Any, to_array: Callable[[Any], np.ndarray]) -> Any:
+    """A result tree in arrays and Python's own types, which both ends can unpickle."""
+    if isinstance(result, dict):
+        return {key: _plain(x, to_array) for key, x in result.items()}
+    if isinstance(result, (tuple, list)):
+        return [_plain(x, to_array) for x in result]
+    return result if isinstance(result, _SCALARS) else to_array(result)
 
 
 if __name__ == "__main__":
