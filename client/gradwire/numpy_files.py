@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradwire_wire.errors import UsageError
+from gradwire_wire.structures.values import field_names, is_record
 
-__all__ = ["read_argument", "write_result"]
+__all__ = ["fields_of", "read_argument", "write_result"]
 
 
 def read_argument(text: str) -> Any:
@@ -31,12 +33,12 @@ def read_argument(text: str) -> Any:
 
 
 def write_result(path: Path, result: Any) -> None:
-    """One array to a ``.npy`` file; several, with the names of a dict or as arr_0, arr_1, …, to ``.npz``. UsageError."""
+    """One array to a ``.npy`` file; several, with the names of a dict or dataclass, or as arr_0, arr_1, …, to ``.npz``. UsageError."""
     named = _named(result)
     if path.suffix == ".npy" and len(named) == 1:
         np.save(path, next(iter(named.values())))
     elif path.suffix == ".npz":
-        np.savez(path, **named)  # type: ignore[arg-type]
+        _save_all(path, named)
     else:
         what = "one array" if len(named) == 1 else f"{len(named)} arrays"
         raise UsageError(
@@ -44,7 +46,16 @@ def write_result(path: Path, result: Any) -> None:
         )
 
 
+def _save_all(path: Path, named: dict[str, np.ndarray]) -> None:
+    """As by `numpy.savez`, which takes some names ("file") for its own arguments."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in named.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
+
+
 def _named(result: Any) -> dict[str, np.ndarray]:
+    result = fields_of(result)
     items = (
         list(result.items())
         if isinstance(result, dict)
@@ -52,10 +63,21 @@ def _named(result: Any) -> dict[str, np.ndarray]:
         if isinstance(result, (list, tuple))
         else [("arr_0", result)]
     )
-    arrays = {str(name): np.asarray(value) for name, value in items}
-    odd = [name for name, array in arrays.items() if array.dtype.hasobject or array.dtype.kind in "SU"]
-    if odd:
+    return {str(name): _array(value, str(name)) for name, value in items}
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a list whose items have different shapes
+        array = np.empty(0, object)
+    if array.dtype.hasobject or array.dtype.kind in "SU":
         raise UsageError(
-            f"{odd[0]} of the result is no array of numbers; print it with --json instead of --out"
+            f"{name} of the result is no array of numbers; print it with --json instead of --out"
         )
-    return arrays
+    return array
+
+
+def fields_of(x: Any) -> Any:
+    """A dataclass as a dict by the names of its fields; anything else as it is."""
+    return {name: getattr(x, name) for name in field_names(type(x))} if is_record(x) else x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -83,12 +84,19 @@ def test_a_lane_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- A shared broker, from the shell -------------------------------------------------------------------------------
 
 OPS = """
+import dataclasses
 import numpy as np
 def scaled(x, factor=1.0):
     print("scaling", np.shape(x))
     return {"twice": 2 * x, "scaled": factor * np.asarray(x)}
 def same(x):
     return x
+@dataclasses.dataclass
+class Fit:
+    weights: object
+    parts: object
+def fit(x):
+    return Fit(x, [Fit(1, None)])
 def fails(x):
     raise ValueError("not today")
 """
@@ -130,6 +138,11 @@ def test_call_with_files_and_json(shell: Path) -> None:
         np.testing.assert_array_equal(made["scaled"], np.arange(6.0).reshape(2, 3) / 2)
     done = gradwire("call", "same", "--arg", '{"a": [1, null, "é"], "b": 2.5}', "--json", "--broker", "shell")
     assert json.loads(done.stdout) == {"a": [1, None, "é"], "b": 2.5}
+    done = gradwire("call", "shell_ops.py:fit", "--arg", x, "--json", "--broker", "shell")
+    assert json.loads(done.stdout) == {
+        "weights": [[0, 1, 2], [3, 4, 5]],
+        "parts": [{"weights": 1, "parts": None}],
+    }
     assert "scaling (2, 3)" in gradwire("logs", "ops", "--broker", "shell").stdout.splitlines()
 
 
@@ -319,7 +332,27 @@ def test_results_go_to_the_kind_of_file_they_fit(tmp_path: Path) -> None:
     write_result(tmp_path / "two.npz", (np.zeros(2), 4))
     with np.load(tmp_path / "two.npz") as made:
         assert sorted(made) == ["arr_0", "arr_1"] and made["arr_1"] == 4
-    for result, name in (((1, 2), "x.npy"), (1, "x.txt"), ({"a": "text"}, "x.npz"), (None, "x.npy")):
+    ragged = {"a": [np.zeros(2), np.zeros(3)]}
+    for result, name in (
+        ((1, 2), "x.npy"),
+        (1, "x.txt"),
+        ({"a": "text"}, "x.npz"),
+        (None, "x.npy"),
+        (ragged, "x.npz"),
+    ):
         with pytest.raises(UsageError, match=r"--out"):
             write_result(tmp_path / name, result)
     assert sorted(os.listdir(tmp_path)) == ["one.npy", "two.npz"], "nothing half-written"
+    write_result(tmp_path / "three.npz", Fit(np.ones(3), 0.5))
+    write_result(tmp_path / "four.npz", {"file": np.ones(2), "allow_pickle": np.zeros(0, "i2")})
+    with np.load(tmp_path / "three.npz") as three, np.load(tmp_path / "four.npz") as four:
+        assert sorted(three) == ["loss", "weights"] and three["weights"].shape == (3,)
+        assert sorted(four) == ["allow_pickle", "file"] and four["allow_pickle"].dtype == np.int16
+
+
+@dataclasses.dataclass
+class Fit:
+    """A result with names."""
+
+    weights: np.ndarray
+    loss: float

@@ -16,7 +16,7 @@ import numpy as np
 from gradwire.bridge import connect
 from gradwire.commands.brokers import ANSWER_S, add_option, chosen_card
 from gradwire.commands.miswritten import Miswritten, positive
-from gradwire.numpy_files import read_argument, write_result
+from gradwire.numpy_files import fields_of, read_argument, write_result
 from gradwire.worker import Worker
 from gradwire_wire.errors import UsageError
 
@@ -117,6 +117,7 @@ def _worker(arguments: argparse.Namespace) -> Iterator[Worker]:
 
 def _plain(result: Any) -> Any:
     """The result as JSON has it."""
+    result = fields_of(result)
     if isinstance(result, dict):
         return {str(key): _plain(value) for key, value in result.items()}
     if isinstance(result, (list, tuple)):
