@@ -74,13 +74,12 @@ class FarConnection(Connection):
         line = lines.check_out_dealer()
         try:
             line.send_nowait([messages.pack(hello_of(self.facts, self._client_id))])
-            answer = self._answer(line, timeout_s)
+            checked_welcome(self._answer(line, timeout_s), self.facts)
         except BaseException:
-            line.close()
+            lines.drop(line)
             exchange.end()
             raise
         lines.check_in(line)
-        checked_welcome(answer, self.facts)
         self._watch = NoTether(exchange)
         return lines, exchange, ours
 
