@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 import gradwire as gw
-import gradwire.far
-import gradwire.lines
+from gradwire import far as far_connection
+from gradwire import lines
 from gradwire.commands import main
 from gradwire.shared_broker import card_of
 from gradwire_wire import control, keys, sockets
@@ -162,13 +162,13 @@ def test_a_function_is_called_over_tcp_with_keys(far: str, alice: Path) -> None:
 def test_a_worker_at_tcp_that_does_not_welcome_leaves_nothing_here(
     far: str, alice: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greeting = gradwire.far.hello_of
-    monkeypatch.setattr(gradwire.far, "hello_of", lambda *about: greeting(*about)._replace(protocol=0))
+    greeting = far_connection.hello_of
+    monkeypatch.setattr(far_connection, "hello_of", lambda *about: greeting(*about)._replace(protocol=0))
     with gw.connect(far) as bridge:
         with pytest.raises(gw.VersionMismatchError, match="the client 0"):
             bridge["w"]
         assert not bridge._memory._peers
-        assert not gradwire.lines._in_flight
+        assert not lines._in_flight
         monkeypatch.undo()
         monkeypatch.setenv("GRADWIRE_KEYS", str(alice))
         assert bridge["w"].function("far_ops:double")(2) == 4
