@@ -167,3 +167,12 @@ def test_rows_of_a_numpy_function_that_writes_over_what_it_was_given_and_gave(wo
     np.testing.assert_array_equal(shared[1], by_w.sum(0))
     dots = jax.vmap(lambda x, dx, dw: jax.jvp(thrifty, (x, w), (dx, dw))[1], (0, None, None))(xs, w, w)
     np.testing.assert_array_equal(dots, 2 * w * w + 2 * xs * w)
+
+
+@every_differentiating_worker
+@pytest.mark.parametrize(
+    "way", ["jacrev", "jit of jacfwd", "func.jacrev", "func.jacfwd"]
+)  # (tape.jacobian fails by itself)
+def test_the_jacobian_of_nothing_has_no_rows(worker_of: Workers, framework: str, way: str) -> None:
+    nothing = worker_of(framework).function(f"jacobians_{framework}:nothing")
+    assert JACOBIANS[way](nothing)(X).shape == (0, 3)

@@ -138,7 +138,7 @@ def _from_residual(
     if rows is not None:
         return None if step.rules else _from_rows(program, kept.residual, step, call, linear, rows)
     batches = _batches_of_lines(step.further, len(linear))
-    if batches is None or (batches and call.keep):
+    if batches is None or (batches and (call.keep or _has_no_rows(linear, len(batches)))):
         return None
     of = kept.residual.differentiated(step.rules) if step.rules else kept.residual
     accumulate = site.accumulate and step.op[0] == "T"
@@ -193,6 +193,11 @@ def _rows(linear: Sequence[Any], axes: Sequence[int | None]) -> Iterator[list[An
         yield [x if a is None else (x[:, k, ...] if a else x[k, ...]) for x, a in zip(linear, axes)]
 
 
+def _has_no_rows(linear: Sequence[Any], depth: int) -> bool:
+    """Whether one of so many batches may be empty: what comes out of it has a shape that no row tells."""
+    return any(x is not None and 0 in x.shape[:depth] for x in linear)
+
+
 def _stacked(program: Program, rows: Sequence[list[Any]], axis: int) -> list[Any]:
     return [None if column[0] is None else program.stack(column, axis) for column in zip(*rows)]
 
@@ -216,7 +221,7 @@ def _from_rows(
     if call.keep or not further or further[-1][0] != "V" or any(row[0] != rows[0][0] for row in rows):
         return None
     batches = _batches_of_lines(further[:-1], lines)
-    if batches is None:
+    if batches is None or _has_no_rows(linear, len(further)):
         return None
     axes, numbers = further[-1][1], np.asarray([row[1] for row in rows])
     found = _from_kept_rows(program, residual, step.op, axes, batches, linear, numbers)

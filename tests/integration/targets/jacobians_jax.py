@@ -15,3 +15,7 @@ def make_net():
 
 def noisy(x):
     return x * (np.random.random(x.shape) < 0.5) * 2 * x  # drawn when it is traced
+
+
+def nothing(x):
+    return 2 * x[:0]

@@ -20,3 +20,7 @@ def make_net():
 
 def noisy(x):
     return tf.nn.dropout(x, 0.5) * x
+
+
+def nothing(x):
+    return 2 * x[:0]

@@ -34,3 +34,7 @@ def branching(x):
 
 def clipped(x):
     return Clipped.apply(x)
+
+
+def nothing(x):
+    return 2 * x[:0]
