@@ -69,6 +69,19 @@ class Remote:
     def __repr__(self) -> str:
         return f"<gradwire.Remote {self.handle.name}>"
 
+    def __copy__(self) -> Remote:
+        """Itself, where it is a function, as with Python's own: who copies a model or a pipeline copies what holds it."""
+        if self.handle.is_module:
+            raise stays_here(
+                "remote",
+                self,
+                " A function that calls it can be copied, and the copies share the module: lambda x: net(x).",
+            )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Remote:
+        return self.__copy__()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise stays_here("remote", self)
 

@@ -230,6 +230,21 @@ def test_positional_is_what_flatten_makes() -> None:
         assert positional(n) == flatten([[Tensor(i) for i in range(n)], {}], is_tensor)[0]
 
 
+def test_text_of_an_array_is_text() -> None:
+    texts = np.array(["a", "bc", "ü"])
+    for tree in (
+        list(texts),
+        {texts[1]: 1},
+        (texts[2], {"a": texts[0]}),
+        list(np.array([b"a"])),
+        [texts[0]] * 20,
+    ):
+        found = there_and_back(tree)
+        assert found == tree
+    assert type(there_and_back([texts[0]])[0]) is str
+    assert type(there_and_back([np.bytes_(b"a")])[0]) is bytes
+
+
 # ---- What cannot be sent is named ----------------------------------------------------------------------------------
 
 
@@ -240,7 +255,6 @@ def test_positional_is_what_flatten_makes() -> None:
         {1, 2},
         Color.RED,
         defaultdict(list),
-        np.str_("a"),
         np.datetime64("2026-01-01"),
         np.longdouble(1),
         np.clongdouble(1),

@@ -142,6 +142,8 @@ class _Flattener:
             return msgpack.ExtType(INTEGER, x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
         if kind is Key:
             x = x.scalar
+        if isinstance(x, np.character):  # what an array of text, or a column of a table, has as its items
+            return x.item()
         if isinstance(x, np.generic):
             try:
                 return msgpack.ExtType(SCALAR, pack_scalar(x))

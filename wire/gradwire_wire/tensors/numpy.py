@@ -87,7 +87,7 @@ def _remedy(dtype: np.dtype) -> str:
     if dtype.kind in "mM":
         return "Send x.astype('int64') and say the unit in an argument of its own"
     if dtype.kind in "SUT":
-        return "Send Python strings in a list, or numbers that stand for them"
+        return "Send a list of its strings, x.tolist(), or numbers that stand for them"
     if dtype.kind == "O":
         return "It holds Python objects: convert it, say with x.astype('float64'), or send a list of arrays"
     if dtype.kind in "fc":

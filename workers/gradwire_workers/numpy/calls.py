@@ -228,8 +228,8 @@ def _gathered(bars: list[Any], mapped: bool, operand: Any) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    """Arrays, and numpy scalars: what numpy makes of arrays without axes."""
-    return isinstance(x, (np.ndarray, np.generic))
+    """Arrays, and numpy scalars but for text: what numpy makes of arrays without axes."""
+    return isinstance(x, (np.ndarray, np.generic)) and not isinstance(x, np.character)
 
 
 def _is_shaped(x: Any) -> bool:
