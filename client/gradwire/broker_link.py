@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.broker_channel import CLOSE_S, BrokerChannel
 from gradwire.broker_news import Request
+from gradwire.restarts import Restarts
 from gradwire.worker_records import Death, WorkerFacts, WorkerSpec, facts_of, order_of
 from gradwire_wire import control
 from gradwire_wire.errors import (
@@ -220,8 +221,12 @@ class BrokerLink:
             return request.presents
 
     def find_worker(self, name: str, timeout_s: float) -> control.Present:
-        """The worker of that name once it is ready. UsageError where there is none; WorkerDiedError, DeadlineError."""
+        """The worker of that name once it is ready; one that died is started again if its file says so.
+
+        UsageError where there is none; WorkerDiedError, WorkerStartError, DeadlineError.
+        """
         deadline = time.monotonic() + timeout_s
+        tried: set[bytes] = set()
         while True:
             there = {present.name: present for present in self.look()}
             if name not in there:
@@ -231,14 +236,25 @@ class BrokerLink:
             if found.state in ("idle", "busy"):
                 return found
             if found.state == "ended":
-                raise WorkerDiedError(
-                    f"worker {name!r} ended ({found.doing}); its last output: gradwire logs {name}. To have it again: "
-                    "gradwire stop --all, and gradwire up FILE",
-                    was_running=False,
-                )
+                self._start_by_policy(found, is_second=bool(tried - {found.incarnation}))
+                tried.add(found.incarnation)
+                continue
             if time.monotonic() > deadline:
                 raise DeadlineError(f"worker {name!r} is still {found.doing} after {timeout_s:g} s")
             time.sleep(FIND_AGAIN_S)
+
+    def _start_by_policy(self, ended: control.Present, is_second: bool) -> None:
+        """As the call of a client would that has known it alive. WorkerDiedError where its policy is not to, or it ended again."""
+        name, restarts = ended.name, Restarts(ended.restart)
+        if is_second or not restarts.wants(_exit_code(ended.doing)):
+            why = "at once after its start" if is_second else "which its policy does not start again"
+            raise WorkerDiedError(
+                f"worker {name!r} ended ({ended.doing}), {why} (restart={restarts.mode!r}); its last "
+                f"output: gradwire logs {name}. To have it again: gradwire stop --all, and gradwire up FILE",
+                was_running=False,
+            )
+        with contextlib.suppress(UsageError):  # another client has had it started meanwhile
+            self.restart_worker(ended.incarnation, WorkerSpec(framework=ended.framework, name=name))
 
     def use(self, present: control.Present) -> WorkerFacts:
         """From now on that worker's output is shown here, and its death is news."""
@@ -293,6 +309,12 @@ class BrokerLink:
         if not isinstance(answer, kind):
             raise ProtocolError(f"the broker answers {type(message).__name__} with {type(answer).__name__}")
         return answer
+
+
+def _exit_code(how: str) -> int | None:
+    """What a Present says of an end, as a number; None of a signal."""
+    code = how.removeprefix("exit code ")
+    return int(code) if code != how else None
 
 
 def _say(sentence: str) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,30 @@ def test_r55_a_dead_worker_is_started_again_once_for_all(folder: Path) -> None:
             assert up.workers()["first"]["doing"] == "signal SIGKILL"
             one["first"].restart()
             assert two["first"].module("counter")(0) == 101, "loaded again, as new"
+    finally:
+        up.down()
+
+
+def test_r55_who_comes_after_a_death_finds_the_worker_as_its_policy_says(folder: Path) -> None:
+    """Programs that come and go: nobody of those who have seen it die is there any more."""
+    up = Up(folder, "tests-comers")
+
+    def leave(name: str, code: int) -> None:
+        with gw.connect(up.address) as bridge, pytest.raises(gw.WorkerDiedError):
+            bridge[name].function("shared_ops.py:leave")(code)
+
+    try:
+        leave("second", 3)
+        done = up.run("call", "shared_ops.py:double", "--arg", "4", "--worker", "second", "--broker", up.name)
+        assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+        leave("second", 3)
+        with ThreadPoolExecutor(4) as threads, contextlib.ExitStack() as open_bridges:
+            bridges = [open_bridges.enter_context(gw.connect(up.address)) for _ in range(4)]
+            assert len({w.pid for w in threads.map(lambda bridge: bridge["second"], bridges)}) == 1
+        for name, code, policy in (("second", 0, "on-failure"), ("first", 3, "never")):
+            leave(name, code)
+            with gw.connect(up.address) as bridge, pytest.raises(gw.WorkerDiedError, match=policy):
+                bridge[name]
     finally:
         up.down()
 

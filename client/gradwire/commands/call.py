@@ -108,11 +108,11 @@ def _worker(arguments: argparse.Namespace) -> Iterator[Worker]:
         if arguments.worker:
             yield bridge[arguments.worker]
             return
-        workers = bridge.workers()
-        if len(workers) != 1:
-            names = ", ".join(worker.name for worker in workers) or "none"
-            raise UsageError(f"say which worker with --worker NAME; there are {names}")
-        yield workers[0]
+        names = [worker.name for worker in bridge.workers()]
+        names = names or [present.name for present in bridge._link.look()]  # the only one may have died
+        if len(names) != 1:
+            raise UsageError(f"say which worker with --worker NAME; there are {', '.join(names) or 'none'}")
+        yield bridge[names[0]]
 
 
 def _plain(result: Any) -> Any:
