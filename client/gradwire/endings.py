@@ -62,12 +62,12 @@ def has_lied(name: str, what: str) -> ProtocolError:
     )
 
 
-def vanished(facts: WorkerFacts, was_running: bool) -> WorkerDiedError:
-    """It is gone, and nobody knows how."""
-    return WorkerDiedError(
-        f"worker {facts.name!r} (pid {facts.pid}) is gone and its broker gave no reason; was the broker ended? Connect again",
-        was_running=was_running,
-    )
+def vanished(facts: WorkerFacts, advice: str | None, was_running: bool) -> WorkerDiedError:
+    """It is gone, and nobody knows how. advice: what to do about it where its broker is there, which then knows of no end."""
+    how = "is gone and its broker gave no reason; was the broker ended? Connect again"
+    if advice is not None:
+        how = f"cannot be reached any more, though its process has not ended: did its code close descriptors? {advice}"
+    return WorkerDiedError(f"worker {facts.name!r} (pid {facts.pid}) {how}", was_running=was_running)
 
 
 def died(facts: WorkerFacts, death: Death, advice: str, was_running: bool) -> WorkerDiedError:

@@ -125,9 +125,9 @@ class Life:
         if self.broken is not None:
             raise has_lied(self.facts.name, self.broken) from None
         death = self._link.death_of(self.facts.incarnation, REPORT_S)
-        if death is None:
-            raise vanished(self.facts, was_running) from None
         lives = self._link.broker_alive
+        if death is None:
+            raise vanished(self.facts, self.advise(None) if lives else None, was_running) from None
         advice = self.advise(death.exit_code) if lives else "its broker has ended as well: connect anew"
         raise died(self.facts, death, advice, was_running) from None
 

@@ -155,6 +155,7 @@ class Worker:
             )
         self._ending.wait(restarts.delay_s)
         self._check_open()
+        self._end_process(connection.facts)  # it may live on though it cannot be reached any more
         try:
             self._replace()
         except WorkerStartError as error:

@@ -90,13 +90,40 @@ def test_a_system_call_that_is_needed_is_named() -> None:
     assert "the system call pidfd_open is needed: Linux 5.3 or newer" in output and not said
 
 
-def test_r63_nothing_can_be_shared() -> None:
-    """No file may have any bytes, memory files included."""
+@pytest.mark.parametrize("limit", [0, 100_000], ids=["no file", "small ones"])
+def test_r63_nothing_can_be_shared(limit: int) -> None:
+    """No file may have any bytes, or as many as the program's arrays, memory files included."""
     import resource
 
-    output, said = run(program((resource.RLIMIT_FSIZE, (0, 0))))
+    output, said = run(program((resource.RLIMIT_FSIZE, (limit, limit))))
     assert output == "messages\nTrue\n"
-    assert said.count("gradwire: ") == 1 and "travel through messages" in said
+    assert said.count("gradwire: ") == 1 and "travel through messages" in said and "RLIMIT_FSIZE" in said
+
+
+LIMITED = """
+import numpy as np
+import gradwire as gw
+with gw.connect() as bridge:
+    worker = bridge.worker("numpy", path=[{targets!r}])
+    many, limit = worker.function("fragile:many"), worker.function("fragile:limit_files")
+    assert many(1).size == 1 and many(1).size == 1
+    limit(100_000)
+    try:
+        many(100_000)
+    except gw.MemoryExhaustedError as error:
+        assert "needed, 100000 free (RLIMIT_FSIZE" in str(error), error
+    else:
+        raise SystemExit("800 KB went through a limit of 100 KB")
+    assert many(10_000).sum() == 10_000 and worker.info["carried_by"] == "shared memory"
+    limit(-1)
+    assert many(100_000).sum() == 100_000
+    print("fine")
+"""
+
+
+def test_r50_a_worker_whose_code_limits_files_says_so() -> None:
+    """Memory that is shared counts as a file."""
+    assert run(LIMITED.format(targets=str(HERE / "targets")))[0] == "fine\n"
 
 
 def test_r63_lanes_switched_off_besides() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -78,6 +79,41 @@ def test_on_failure_leaves_an_end_by_itself_alone(make: Callable[..., gw.Worker]
     with pytest.raises(gw.WorkerDiedError):
         always.function("fragile:leave")(X, 0)
     np.testing.assert_array_equal(always.function("fragile:double")(X), X * 2)
+
+
+def test_one_that_lives_but_cannot_be_reached_is_ended_before_another_takes_its_place(
+    make: Callable[..., gw.Worker],
+) -> None:
+    worker = make(restart="on-failure", name="deaf")
+    deafen, double, first = worker.function("fragile:deafen"), worker.function("fragile:double"), worker.pid
+    with contextlib.suppress(gw.WorkerDiedError):  # its answer may come first
+        deafen(X)
+    while worker.alive:
+        time.sleep(0.01)
+    os.kill(first, 0)
+    np.testing.assert_array_equal(double(X), 2 * X)
+    assert worker.pid != first and not pathlib.Path(f"/proc/{first}").exists()
+
+
+def test_one_that_lives_but_cannot_be_reached_is_told_from_a_dead_one(make: Callable[..., gw.Worker]) -> None:
+    worker = make(name="deaf for ever")
+    deafen, double = worker.function("fragile:deafen"), worker.function("fragile:double")
+    with contextlib.suppress(gw.WorkerDiedError):
+        deafen(X)
+    while worker.alive:
+        time.sleep(0.01)
+    with pytest.raises(gw.WorkerDiedError, match=r"has not ended.*worker\.restart\(\)"):
+        double(X)
+    worker.restart()
+    np.testing.assert_array_equal(double(X), 2 * X)
+
+
+def test_an_end_that_cannot_be_shown_is_a_failure_all_the_same(make: Callable[..., gw.Worker]) -> None:
+    worker = make(restart="on-failure")
+    double = worker.function("fragile:double")
+    with pytest.raises(gw.WorkerDiedError, match=r"exit code 1[^0-9](.|\n)*cannot be shown"):
+        worker.function("fragile:break_len")(X)
+    np.testing.assert_array_equal(double(X), 2 * X)
 
 
 def test_a_call_is_never_repeated_unless_the_user_says_so(

@@ -7,6 +7,7 @@ registered before them.
 from __future__ import annotations
 
 import atexit
+import sys
 
 __all__ = ["INTERPRETER"]
 
@@ -18,6 +19,11 @@ class _Interpreter:
 
     def leave(self) -> None:
         self.is_leaving = True
+        # pyzmq has an exit function for this, which is not run where one of the user's was the first to import it: it would warn
+        # of the open context, and wait for its end
+        notice = getattr(sys.modules.get("zmq.sugar.context"), "_notice_atexit", None)
+        if notice is not None:
+            notice()
 
 
 INTERPRETER = _Interpreter()

@@ -9,7 +9,7 @@ from functools import lru_cache
 from gradwire_wire.budget import Group, Reading
 from gradwire_wire.errors import UsageError
 
-__all__ = ["LIMIT", "read_memory", "shared_limit"]
+__all__ = ["LIMIT", "longest_file", "read_memory", "shared_limit"]
 
 LIMIT = "GRADWIRE_MAX_SHARED_BYTES"
 """The variable that limits the shared memory which a process may own."""
@@ -33,6 +33,12 @@ def read_memory() -> Reading:
         address_space=address_space if limited else None,
         mapped=int(mapped[0]) * resource.getpagesize() if mapped else 0,
     )
+
+
+def longest_file() -> int | None:
+    """Bytes that a file of this process may have, memory files included; None where there is no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def shared_limit() -> int | None:

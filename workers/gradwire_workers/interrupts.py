@@ -81,9 +81,16 @@ def leave(error: BaseException | None) -> None:
                 print(code, file=sys.stderr)
                 code = 1
         elif error is not None:
-            traceback.print_exception(type(error), error, error.__traceback__)
             code = 1
+            _show(error)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:
         os._exit(code & 0xFF)
+
+
+def _show(error: BaseException) -> None:
+    try:
+        traceback.print_exception(type(error), error, error.__traceback__)
+    except BaseException as problem:  # user code has changed what showing it takes
+        os.write(2, f"{type(error).__name__}, which cannot be shown: {type(problem).__name__}\n".encode())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import os
+import resource
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -65,6 +69,30 @@ def die_once(x: Any, note: str) -> Any:
     path.write_text("x" * (runs + 1))
     if not runs:
         os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def many(count: int) -> Any:
+    return np.ones(count)
+
+
+def limit_files(nbytes: int) -> None:
+    """The soft limit alone, which can be raised again."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def deafen(x: Any) -> Any:
+    """Cut what tells the client that the worker is there, which stays."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as connection:
+            if str(connection.getsockname()).endswith(".mem") and connection.getpeername() is not None:
+                connection.shutdown(socket.SHUT_RDWR)
+    return x
+
+
+def break_len(x: Any) -> Any:
+    """Nothing of Python's works any more, messages about that included."""
+    builtins.len = None  # type: ignore[assignment]
     return x
 
 

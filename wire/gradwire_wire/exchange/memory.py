@@ -15,7 +15,14 @@ import numpy as np
 from gradwire_wire.arena import Arena, Slot
 from gradwire_wire.errors import MemoryExhaustedError, UnsupportedTensorError, UsageError
 from gradwire_wire.leases import Loans
-from gradwire_wire.segments import Lease, Ledger, OwnSegment, SharingUnavailableError, take_memory
+from gradwire_wire.segments import (
+    Lease,
+    Ledger,
+    OwnSegment,
+    SharingUnavailableError,
+    take_memory,
+    why_only_short_files,
+)
 
 __all__ = ["Memory", "SlotHolder"]
 
@@ -42,7 +49,7 @@ class Memory:
         self.lock = threading.RLock()
         self.limit, self.folder = limit, folder
         self.arena = Arena(self._make_segment, self._take_pages)
-        self.is_shared = True
+        self.is_shared = not why_only_short_files()
         self._peers: list[Peer] = []
         self._leaving: deque[Peer] = deque()
         self._orphans: list[Lease] = []  # what we had lent on to peers that died: it may be looked at still

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from gradwire_wire.segments.borrowed import ForeignSegment, Lease
 from gradwire_wire.segments.exporters import holder_of
-from gradwire_wire.segments.files import SharingUnavailableError, take_memory
+from gradwire_wire.segments.files import SharingUnavailableError, take_memory, why_only_short_files
 from gradwire_wire.segments.ledger import Ledger
 from gradwire_wire.segments.own import OwnSegment
 from gradwire_wire.segments.shared_page import SharedPage
@@ -59,4 +59,5 @@ __all__ = [
     "SharingUnavailableError",
     "holder_of",
     "take_memory",
+    "why_only_short_files",
 ]

@@ -10,19 +10,36 @@ import stat
 
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
-from gradwire_wire.machine import read_memory
+from gradwire_wire.machine import longest_file, read_memory
 from gradwire_wire.segments.system import FALLOC_KEEP_SIZE_PUNCH_HOLE, libc
 
-__all__ = ["SharingUnavailableError", "is_sealed_memory", "memory_file", "seal", "take_memory"]
+__all__ = [
+    "SharingUnavailableError",
+    "is_sealed_memory",
+    "memory_file",
+    "seal",
+    "take_memory",
+    "why_only_short_files",
+]
 
 STEP = 16 << 20
 F_ADD_SEALS, F_GET_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1034, 1, 2, 4
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
+LEAST_LONGEST = 64 << 20
+"""Where files may not even be so long, messages carry more than memory files would."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 
 
 class SharingUnavailableError(Exception):
     """Neither memfds nor files here (a hardened container, another system): tensors travel inside the messages."""
+
+
+def why_only_short_files() -> str:
+    """Why sharing would not pay, where this process starts with a low limit on files; "" where it has none."""
+    longest = longest_file()
+    if longest is None or longest >= LEAST_LONGEST:
+        return ""
+    return f"this process may have no file of more than {longest} bytes: RLIMIT_FSIZE, ulimit -f"
 
 
 def memory_file(name: str, nbytes: int, folder: str | None) -> tuple[int, str]:
@@ -42,6 +59,11 @@ def memory_file(name: str, nbytes: int, folder: str | None) -> tuple[int, str]:
                 os.close(fd)
             if isinstance(error, OverflowError):
                 raise
+            if getattr(error, "errno", None) == errno.EFBIG:
+                raise MemoryExhaustedError(
+                    f"{nbytes} bytes of shared memory needed, {longest_file()} free (RLIMIT_FSIZE of this process, ulimit -f, which "
+                    "limits memory that is shared as it does files). Send smaller pieces, or raise that limit"
+                ) from error
             if getattr(error, "errno", None) in _SHORT:
                 raise MemoryExhaustedError(f"no further shared memory can be opened: {error}") from error
             reasons.append(f"no {'memfd' if is_memfd else 'file'}: {error}")

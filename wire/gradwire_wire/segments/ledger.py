@@ -7,7 +7,13 @@ import os
 from typing import Any, Sequence
 
 from gradwire_wire.errors import ProtocolError
-from gradwire_wire.segments.files import SharingUnavailableError, is_sealed_memory, memory_file, seal
+from gradwire_wire.segments.files import (
+    SharingUnavailableError,
+    is_sealed_memory,
+    memory_file,
+    seal,
+    why_only_short_files,
+)
 from gradwire_wire.segments.system import Descriptor
 
 __all__ = ["Ledger"]
@@ -49,7 +55,9 @@ class Ledger(Descriptor):
     def __init__(self, folder: str | None = None) -> None:
         """A new ledger, whose descriptor is to be passed on. ``why``: the reason where it is not shared memory."""
         self._map: Any = bytearray(self.ENTRIES)
-        self.why = ""
+        self.why = why_only_short_files()
+        if self.why:
+            return
         try:
             self.fd, self.why = memory_file("gradwire-ledger", self.ENTRIES, folder)
         except SharingUnavailableError as error:
