@@ -142,6 +142,11 @@ class Background:
         finally:
             del future, act  # an error has this frame, and would hold itself and the arguments
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called: its worker is closed, or its bridge."""
+        return self._is_closed
+
     def close(self) -> None:
         """Let the threads end once they are idle."""
         with self._lock:

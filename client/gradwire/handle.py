@@ -72,6 +72,12 @@ class Handle:
     def __repr__(self) -> str:
         return f"<remote {self.name}>"
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process in which the target was loaded last has ended by itself. (The next call may start it again.)"""
+        life = None if self._loaded is None else self._loaded.life
+        return life is not None and not (life.is_there or life.is_replaced)
+
     def _ready(self) -> Connection:
         """The connection, with the target loaded in the worker at its other end. Raises once where state was lost."""
         if postponed:

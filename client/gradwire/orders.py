@@ -134,7 +134,20 @@ def _folders(path: Sequence[str | os.PathLike[str]] | None) -> list[str]:
         return [_absolute("path", ".")]
     if isinstance(path, (str, bytes, os.PathLike)) or not isinstance(path, Iterable):
         raise UsageError(f"path={path!r}: give a list of folders, [{path!r}]")
-    return [_absolute("path", folder) for folder in path]
+    return [_folder(_absolute("path", folder)) for folder in path]
+
+
+def _folder(path: str) -> str:
+    """One where Python finds modules: a folder, or an archive of the kind that it reads."""
+    if os.path.isdir(path):
+        return path
+    if not os.path.exists(path):
+        raise UsageError(f"path: there is no folder {path}")
+    from zipfile import is_zipfile  # rarely needed
+
+    if not is_zipfile(path):
+        raise UsageError(f"path: {path} is a file. Name the folder it lies in: {os.path.dirname(path)}")
+    return path
 
 
 def _absolute(argument: str, path: Any) -> str:

@@ -67,7 +67,8 @@ class Remote:
         self._routes: dict[tuple[Any, ...], tuple[str, Site]] = {}
 
     def __repr__(self) -> str:
-        return f"<gradwire.Remote {self.handle.name}>"
+        state = " closed" if self._background.is_closed else " dead" if self.handle.is_dead else ""
+        return f"<gradwire.Remote {self.handle.name}{state}>"
 
     def __copy__(self) -> Remote:
         """Itself, where it is a function, as with Python's own: who copies a model or a pipeline copies what holds it."""

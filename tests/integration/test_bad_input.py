@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -183,8 +185,17 @@ def test_a_closed_bridge_and_worker() -> None:
     bridge = gw.connect()
     worker = bridge.worker("numpy")
     assert repr(bridge) == "<gradwire.Bridge with workers: 'numpy'>"
-    remote = worker.function("operator:neg")
+    remote, other = worker.function("operator:neg"), worker.function("operator:pos")
+    assert repr(remote) == "<gradwire.Remote numpy/operator:neg>"
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(gw.WorkerDiedError):
+        remote(X)
+    assert repr(remote) == "<gradwire.Remote numpy/operator:neg dead>"
+    worker.restart()
+    remote(X)
+    assert repr(remote) == "<gradwire.Remote numpy/operator:neg>"
     worker.close()
+    assert [repr(r)[-7:] for r in (remote, other)] == ["closed>"] * 2
     with pytest.raises(gw.ClosedError, match=r"bridge\.worker"):
         remote(X)
     bridge.close()

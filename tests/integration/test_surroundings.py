@@ -46,7 +46,9 @@ def main():
     say_fine()
 """
 CLOSED = PROGRAM + "main()\n"
-IN_AN_EXIT_FUNCTION = PROGRAM + "import atexit; atexit.register(main); atexit.register(lambda: use(gw.connect()))\n"
+IN_AN_EXIT_FUNCTION = (
+    PROGRAM + "import atexit; atexit.register(main); atexit.register(lambda: use(gw.connect()))\n"
+)
 LEFT_OPEN = "kept = use(gw.connect()); say_fine()\n"
 HINDERED = """
 import signal, socket
@@ -112,7 +114,13 @@ DEVELOPMENT = ("-X", "dev", "-W", "error")
 STARTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], int, int]] = {
     # program, what comes before it, options, how often it is fine, how often the worker is heard
     "development mode, and a bridge left open": (CLOSED + LEFT_OPEN, (), DEVELOPMENT, 2, 2),
-    "development mode, and bridges made in exit functions alone": (IN_AN_EXIT_FUNCTION, (), DEVELOPMENT, 1, 2),
+    "development mode, and bridges made in exit functions alone": (
+        IN_AN_EXIT_FUNCTION,
+        (),
+        DEVELOPMENT,
+        1,
+        2,
+    ),
     "without assertions and docstrings": (CLOSED, (), ("-OO", "-P", "-bb"), 1, 1),
     "no environment": (CLOSED, (*SHELL, NO_ENVIRONMENT, "sh"), (), 1, 1),
     "nothing open": (CLOSED, (*SHELL, 'exec "$@" <&- >&- 2>&-', "sh"), (), 1, 0),

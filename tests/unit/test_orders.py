@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,22 @@ def test_nothing_asked_for_is_the_current_folder() -> None:
     assert spec()[:6] == ("numpy", "n", None, {}, [os.getcwd()], os.getcwd())
 
 
-def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    made = spec(path=["a", Path("/b"), "~/c"], cwd="d", python="~/env/bin/python")
-    here = os.getcwd()
-    assert (made.path, made.cwd) == ([f"{here}/a", "/b", "/home/me/c"], f"{here}/d")
-    assert made.python == "/home/me/env/bin/python"
+def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in ("here/a", "b", "me/c"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.chdir(tmp_path / "here")
+    made = spec(path=["a", tmp_path / "b", "~/c"], cwd="d", python="~/env/bin/python")
+    assert made.path == [f"{tmp_path}/{folder}" for folder in ("here/a", "b", "me/c")]
+    assert (made.cwd, made.python) == (f"{tmp_path}/here/d", f"{tmp_path}/me/env/bin/python")
     assert spec(python="3.9").python == "3.9"
+
+
+def test_modules_are_looked_for_in_what_python_takes_them_from(tmp_path: Path) -> None:
+    archive = tmp_path / "models.zip"
+    with zipfile.ZipFile(archive, "w") as made:
+        made.writestr("models.py", "")
+    assert spec(path=[archive]).path == [str(archive)]
 
 
 def test_env_takes_text_numbers_and_paths_and_none_removes() -> None:
@@ -60,6 +70,8 @@ def test_env_takes_text_numbers_and_paths_and_none_removes() -> None:
         ({"path": "src"}, r"a list of folders, \['src'\]"),
         ({"path": 5}, "give a list of folders"),
         ({"path": [None]}, "path=None is not a path"),
+        ({"path": [".", "nowhere"]}, f"there is no folder {os.getcwd()}/nowhere"),
+        ({"path": [__file__]}, f"is a file. Name the folder it lies in: {Path(__file__).parent}"),
         ({"threads": 0}, "1 or more"),
         ({"threads": True}, "1 or more"),
         ({"threads": 1.5}, "1 or more"),
