@@ -93,6 +93,10 @@ class Layer(keras.layers.Layer):
     def _functional(remote: Remote, explicit: bool, training: bool, trainable: bool) -> Functional:
         return Functional(remote, buffers=explicit, training=training, trainable=trainable)
 
+    autograph_info__ = (
+        None  # as of `Remote`: what is called here is not for TensorFlow's AutoGraph to rewrite
+    )
+
     @property
     def remote(self) -> Remote:
         """What it calls."""

@@ -50,6 +50,7 @@ def assert_layers_as_in_process(worker: gw.Worker) -> None:
     again.load_state_dict(remote.state_dict())
     np.testing.assert_array_equal(again(x), remote(x))
     _assert_masks_cross(worker)
+    _assert_loaded_statistics_count(worker)
 
 
 def _assert_masks_cross(worker: gw.Worker) -> None:
@@ -68,3 +69,21 @@ def _assert_masks_cross(worker: gw.Worker) -> None:
             y = model(x)
             assert (as_numpy(y._keras_mask) == (x != 0).any(-1)).all()
         np.testing.assert_allclose(*losses, 1e-5)
+
+
+def _assert_loaded_statistics_count(worker: gw.Worker) -> None:
+    """Adapted layers compute with tensors made of their variables, which must follow these: in the worker and beside the caller."""
+    x = X[:, :3]
+    one, other = (worker.module("keras_models:make_normalized", spread) for spread in (1, 5))
+    wanted, before = one(x), other(x)
+    assert np.abs(wanted - before).max() > 0.1
+    local = keras_models.make_normalized(1)
+    np.testing.assert_allclose(wanted, as_numpy(local(x)), 1e-5, 1e-5)
+    explicit = gw.keras.Layer(other, buffers="explicit")
+    np.testing.assert_allclose(as_numpy(explicit(x)), before, 1e-5, 1e-5)
+    explicit.set_weights([*one.parameters().values(), *one.buffers().values()])
+    np.testing.assert_allclose(as_numpy(explicit(x)), wanted, 1e-5, 1e-5)
+    np.testing.assert_array_equal(other(x), before)
+    other.load_state_dict(one.state_dict())
+    np.testing.assert_array_equal(other(x), wanted)
+    np.testing.assert_array_equal(other.vjp(x)[0], wanted)

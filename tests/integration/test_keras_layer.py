@@ -199,6 +199,14 @@ def test_a_keras_model_that_has_no_weights_yet_honours_training(worker_of: Worke
     np.testing.assert_allclose(found[-1], [40, 40, 40])
 
 
+def test_autograph_rewrites_nothing_of_a_layer_that_makes_its_weights_in_a_dataset(
+    worker_of: Workers,
+) -> None:
+    layer = gw.keras.Layer(worker_of("tensorflow").module("keras_models:make_sequence"))
+    found = tf.data.Dataset.from_tensor_slices(IDS).batch(4).map(lambda ids: layer(ids, training=False))
+    np.testing.assert_allclose(np.concatenate(list(found)), as_numpy(layer(IDS)), 1e-5, 1e-6)
+
+
 def test_explicit_buffers_are_weights_here_and_nothing_changes_there(worker_of: Workers) -> None:
     net = worker_of("torch").module("keras_torch:make_block", "float32")
     layer = gw.keras.Layer(net, buffers="explicit")

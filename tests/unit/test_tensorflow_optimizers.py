@@ -296,3 +296,38 @@ def test_a_state_fits_the_optimizer_of_another_model_of_this_architecture() -> N
     names = [list(x.state_dict()["groups"][0]["variables"]) for x in (one, two)]
     assert names[0] == names[1] and "dense_kernel_momentum" in names[0]
     two.load_state_dict(one.state_dict())
+
+
+# ---- An optimizer around another -------------------------------------------------------------------------------------
+
+
+def make_scaled(learning_rate: float) -> Any:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(learning_rate), initial_scale=4.0)
+
+
+def test_a_wrapped_optimizer_has_its_options_a_schedule_and_a_state_for_another_process(program: Any) -> None:
+    own = make_scaled(0.01)
+
+    def apply(step: int, gradients: list[Any], variables: list[Any]) -> None:
+        own.learning_rate = 0.01 if step < 2 else 0.1
+        own.inner_optimizer.beta_1 = 0.9 if step < 2 else 0.5
+        own.apply_gradients(zip(gradients, variables, strict=True))
+
+    wanted = local(make_net(), apply, 6)
+    one = program.optimizer(make_scaled, {"learning_rate": 0.01})
+    train(program, one, 2)
+    one.set({"learning_rate": 0.1, "beta_1": 0.5})
+    train(program, one, 2, 2)
+    state = one.state_dict()
+    variables = state["groups"][0]["variables"]  # with the name of no optimizer or model, which Keras numbers
+    assert {"iteration", "dynamic_scale", "first_kernel_momentum"} <= variables.keys()
+    another = program.optimizer(make_scaled, {"learning_rate": 1.0})
+    another.load_state_dict(state)
+    assert_agree(train(program, another, 2, 4), wanted)
+    another.schedule(
+        keras.optimizers.schedules.ExponentialDecay,
+        {"initial_learning_rate": 0.5, "decay_steps": 2, "decay_rate": 0.5},
+    )
+    assert another.state_dict()["groups"][0]["options"]["learning_rate"] == 0.5
+    with pytest.raises(UsageError, match=r"has no option gamma .*beta_1"):
+        another.set({"gamma": 1.0})

@@ -18,6 +18,7 @@ from gradwire_wire.structures import flatten
 __all__ = [
     "MASKS",
     "called_in_layer",
+    "derived_anew",
     "frozen",
     "is_keras_layer",
     "keras_path",
@@ -114,6 +115,35 @@ def frozen(layers: Sequence[Any]) -> Iterator[None]:
     finally:
         for flag in flags:
             flag["_trainable"] = True
+
+
+@contextmanager
+def derived_anew(layers: Sequence[Any]) -> Iterator[None]:
+    """What a Normalization computes with comes from the variables as they are now, or stand for now.
+
+    It keeps tensors that were made of its variables when it was adapted, or loaded by Keras itself: in a trace they are constants, which
+    neither a state that is loaded nor buffers of the caller's would reach.
+    """
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for part in {id(part): part for layer in layers for part in _normalizations(layer)}.values():
+            own, before = part.__dict__, dict(part.__dict__)
+            part.finalize_state()
+            kept.append((own, {name: x for name, x in before.items() if own.get(name) is not x}))
+        yield
+    finally:
+        for own, derived in kept:
+            own.update(derived)
+
+
+def _normalizations(layer: Any) -> list[Any]:
+    return [part for part in layer._flatten_layers() if part.built and _is_normalization(part)]
+
+
+def _is_normalization(part: Any) -> bool:
+    if not hasattr(part, "finalize_state"):
+        return False
+    return any(c.__name__ == "Normalization" and c.__module__.startswith(_KERAS) for c in type(part).__mro__)
 
 
 def called_in_layer(

@@ -1,6 +1,7 @@
 """Keras models, for workers with any backend of Keras."""
 
 import keras
+import numpy as np
 
 
 def make_sequence(seed=0):
@@ -95,4 +96,13 @@ def make_noisy(seed=0):
             layers.Dense(3),
         ],
         name="net",
+    )
+
+
+def make_normalized(spread):
+    """(batch, 3) to (batch, 2), behind a Normalization that was adapted to other data for each spread."""
+    normalization = keras.layers.Normalization()
+    normalization.adapt(np.arange(12.0).reshape(4, 3) * spread)
+    return keras.Sequential(
+        [keras.Input((3,)), normalization, keras.layers.Dense(2, kernel_initializer="ones")]
     )

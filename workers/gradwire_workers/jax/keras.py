@@ -9,7 +9,7 @@ import keras
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.models import Model
-from gradwire_workers.keras_layers import called_in_layer, regularized, stable_paths
+from gradwire_workers.keras_layers import called_in_layer, derived_anew, regularized, stable_paths
 
 __all__ = ["KerasModel"]
 
@@ -98,7 +98,8 @@ class KerasModel(Model):
         mapping = [(v, arrays[name]) for name, v in self._variables.items()]
         mapping += [(v, _seed(v, jax.random.fold_in(key, i))) for i, v in enumerate(self._seeds)]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
-            result = call(*args, **{**kwargs, "training": training})
+            with derived_anew([self._layer]):
+                result = call(*args, **{**kwargs, "training": training})
         moved = {name: scope.get_current_value(self._variables[name]) for name in self.buffers}
         return result, {name: arrays[name] if x is None else x for name, x in moved.items()}
 

@@ -14,6 +14,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors import numpy as numpy_family
 from gradwire_wire.tensors.tensorflow import adopt, aval, is_tensor, tf_dtype
 from gradwire_workers.flat import Flat
+from gradwire_workers.keras_layers import derived_anew
 from gradwire_workers.program import Result, WorkerSite
 from gradwire_workers.tensorflow.graphs import Traced
 from gradwire_workers.tensorflow.modules import Module
@@ -48,7 +49,8 @@ class Target:
         )
 
     def _plain(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._module.target, args, self._module.keywords(kwargs, self._mode))
+        with derived_anew(self._module.layers()):
+            return self._call(self._module.target, args, self._module.keywords(kwargs, self._mode))
 
     @contextmanager
     def with_control_flow(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ and not by the optimizer: it begins when it is given, and goes on where a state 
 from __future__ import annotations
 
 import re
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -64,8 +64,13 @@ class Group:
 
     def options(self) -> dict[str, Any]:
         """Numbers that it was made with, or has been given since; the learning rate unless it follows a schedule."""
-        config = self.optimizer.get_config()
-        return {name: _plain(x) for name, x in config.items() if _is_number(_plain(x))}
+        return {name: x for _, own in self._owned_options() for name, x in own.items()}
+
+    def _owned_options(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Of it and of each that it wraps, from the innermost outwards."""
+        for optimizer in reversed(list(_nested(self.optimizer))):
+            config = optimizer.get_config()
+            yield optimizer, {name: _plain(x) for name, x in config.items() if _is_number(_plain(x))}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         known = self.options()
@@ -80,13 +85,15 @@ class Group:
                     f"{self._name}: set({name}={value!r:.40}) would change what it remembers. Make a new optimizer"
                 )
         try:
-            type(self.optimizer).from_config({**self.optimizer.get_config(), **options})
+            for optimizer, own in self._owned_options():
+                type(optimizer).from_config({**optimizer.get_config(), **_among(options, own)})
         except (TypeError, ValueError) as error:
             raise UsageError(f"{self._name}: set({_shown(options)}): {error}") from error
 
     def set(self, options: Mapping[str, Any]) -> None:
-        for name, value in options.items():
-            setattr(self.optimizer, name, value)
+        for optimizer, own in self._owned_options():
+            for name, value in _among(options, own).items():
+                setattr(optimizer, name, value)
         if set(options) != {_LEARNING_RATE}:
             self._traced.clear()  # the others are constants of what was traced
 
@@ -99,10 +106,29 @@ class Group:
         """Step count and slots by name, without the optimizer's own and with those of the parameters: Keras numbers its."""
         found = getattr(self.optimizer, "variables", ())
         listed = list(found() if callable(found) else found)
-        names = [keras_path(v) for v in listed]
-        own = f"{getattr(self.optimizer, 'name', '')}/"
-        short = [_UNNAMED.sub("variable", n[len(own) :] if n.startswith(own) else n) for n in names]
+        names = [_without_owner(keras_path(v), self.optimizer) for v in listed]
+        short = [_UNNAMED.sub("variable", n) for n in names]
         return unique_names((_slot_name(n, self._paths), v) for n, v in zip(short, listed))
+
+
+def _nested(optimizer: Any) -> Iterator[Any]:
+    """It, the one that it wraps (`LossScaleOptimizer` does), and so on."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def _without_owner(path: str, optimizer: Any) -> str:
+    """A variable's path without the name of the optimizer that has it: the outermost, or one that is wrapped in it."""
+    for one in _nested(optimizer):
+        own = f"{getattr(one, 'name', '')}/"
+        if path.startswith(own):
+            return path[len(own) :]
+    return path
+
+
+def _among(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in own}
 
 
 def _slot_name(name: str, paths: Mapping[str, str]) -> str:

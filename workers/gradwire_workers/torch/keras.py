@@ -14,7 +14,7 @@ import keras
 import torch
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import called_in_layer, regularized, stable_paths
+from gradwire_workers.keras_layers import called_in_layer, derived_anew, regularized, stable_paths
 
 __all__ = ["KerasModule"]
 
@@ -82,7 +82,8 @@ class KerasModule(torch.nn.Module):
                 (v, torch.randint(0, 2**31 - 1, tuple(v.shape)).to(v.value.dtype)) for v in self._seeds
             ]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
-            result = call(*args, **kwargs)
+            with derived_anew(self._layer):
+                result = call(*args, **kwargs)
         for name, buffer in self._buffers.items():
             moved = scope.get_current_value(self._places[name])
             if buffer is not None and moved is not None and moved is not given[name]:
