@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
 from gradwire.regularizers import warn_of_regularizers
+from gradwire.selection import checked_options
 from gradwire_wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Optimizer:
 
     def set(self, **options: Any) -> None:
         """New values of its options, as in ``set(lr=1e-4)``, for all parameters."""
-        self._change("set", options)
+        self._change("set", checked_options(options))
 
     def schedule(self, target: str, **kwargs: Any) -> None:
         """Have each step advance a schedule of the worker's framework, such as ``"torch.optim.lr_scheduler:StepLR"``.
@@ -70,7 +71,7 @@ class Optimizer:
         target: called with the kwargs, and in torch with the optimizer first; a function of the user's may combine
         several.
         """
-        self._change("schedule", checked_target(target), kwargs)
+        self._change("schedule", checked_target(target), checked_options(kwargs))
 
     def state_dict(self) -> Any:
         """Its moments, counts, options and schedules: a tree of tensors, copies, and scalars."""

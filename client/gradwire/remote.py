@@ -35,7 +35,7 @@ from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
 from gradwire.pullback import Pullback
 from gradwire.regularizers import warn_of_regularizers
-from gradwire.selection import checked_groups, checked_names
+from gradwire.selection import checked_groups, checked_names, checked_options
 from gradwire.site import Site
 from gradwire.specs import ShapeDtype, avals_of, is_described, spec_result
 from gradwire.submitting import submit
@@ -302,13 +302,13 @@ class Remote:
     ) -> Optimizer:
         """An optimizer of the worker's framework over this module's parameters, such as ``"torch.optim:Adam"``.
 
-        kwargs: its options. parameters: groups with options of their own, ``[{"names": ["encoder"], "lr": 1e-4}, ...]``,
+        kwargs: its options; a function among them is made in the worker, by a target of the user's. parameters: groups with options of their own, ``[{"names": ["encoder"], "lr": 1e-4}, ...]``,
         the names as in `requires_grad_`; what is in no group is not moved.
         """
         groups = checked_groups(parameters)
         settings = {} if groups is None else {"groups": groups}
         warn_of_regularizers(self)
-        number = self._change("optimizer", checked_target(target), kwargs, **settings)
+        number = self._change("optimizer", checked_target(target), checked_options(kwargs), **settings)
         return Optimizer(self, target, number)
 
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:

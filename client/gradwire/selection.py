@@ -1,4 +1,5 @@
-"""Which parameters of a remote module a user means: names, beginnings of names and patterns, checked before a byte is sent."""
+"""Which parameters of a remote module a user means (names, beginnings of names and patterns), and with which options; checked before a
+byte is sent."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["checked_groups", "checked_names"]
+__all__ = ["checked_groups", "checked_names", "checked_options"]
 
 
 def checked_names(names: str | Sequence[str] | None) -> list[str] | None:
@@ -40,4 +41,15 @@ def _checked_group(group: Mapping[str, Any]) -> dict[str, Any]:
             'a group of parameters is a dict with their names and options, such as {"names": ["encoder"], "lr": 1e-4}, '
             f"not {group!r:.80}"
         )
-    return {**group, "names": checked_names(group["names"])}
+    return {**checked_options(group), "names": checked_names(group["names"])}
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an optimizer or a schedule. UsageError for functions, and for optimizers of this process that consist of some."""
+    for name, value in options.items():
+        if any(map(callable, value if isinstance(value, tuple) else [value])):
+            raise UsageError(
+                f"{name}={value!r:.80} is, or has, a function, and functions stay in their process. Write a function beside the "
+                "module, in the worker's folders, that makes the whole with it, and name that: 'models:make_optimizer'"
+            )
+    return dict(options)

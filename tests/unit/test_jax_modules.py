@@ -613,6 +613,24 @@ def test_optimizers_are_given_the_librarys_own_tree(kind: str) -> None:
     made.load_state_dict(made.state_dict())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_may_go_by_names(kind: str) -> None:
+    program = load(make(kind))
+    first, *others = names = list(program.parameters())
+    settings = {"learning_rate": 0.0, "weight_decay": 1.0, "mask": {n: n == first for n in names}}
+    for groups in (None, [{"names": [first]}, {"names": others}]):
+        optimizer = program.optimizer(decayed, settings, groups)
+        before = program.parameters()
+        pull(program)
+        optimizer.step()
+        moved = [n for n, x in program.parameters().items() if (np.asarray(x) != before[n]).any()]
+        assert moved == [first] or not np.asarray(before[first]).any()
+
+
+def decayed(learning_rate: float, weight_decay: float, mask: Any) -> Any:
+    return optax.chain(optax.sgd(learning_rate), optax.add_decayed_weights(-weight_decay / 2, mask))
+
+
 def test_a_rate_that_is_set_ends_a_schedule() -> None:
     program = load(make("plain"))
     optimizer = program.optimizer(optax.sgd, {"learning_rate": 1.0})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.selection import checked_groups
+from gradwire.selection import checked_groups, checked_options
 from gradwire_wire.errors import UsageError
 from gradwire_workers.selection import selected
 
@@ -66,3 +66,12 @@ def test_groups_are_checked_one_by_one() -> None:
     assert checked_groups([{"names": "encoder", "lr": 1}]) == [{"names": ["encoder"], "lr": 1}]
     with pytest.raises(UsageError, match="a group of parameters is a dict"):
         checked_groups(["encoder"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("option", [lambda epoch: 0.9, (len, len), dict])
+def test_a_function_among_an_optimizers_options_is_refused_with_what_to_do(option: Any) -> None:
+    with pytest.raises(UsageError, match=r"mask=.* functions stay in their process.*'models:make_optimizer'"):
+        checked_options({"lr": 0.1, "mask": option})
+    with pytest.raises(UsageError, match="functions stay in their process"):
+        checked_groups([{"names": "encoder", "mask": option}])
+    assert checked_options({"betas": (0.9, 0.99), "lr": 1, "mask": {"a": True}})["betas"] == (0.9, 0.99)

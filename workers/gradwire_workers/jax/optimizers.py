@@ -135,7 +135,7 @@ class OptaxOptimizer:
                 state = _put(state, self._initial(group, rate, held), self._following[i])
         own = tree_of(held)
         whole = tree_of({n: bars[n] if n in bars else jnp.zeros_like(x) for n, x in held.items()})
-        updates, state = self._transformation(group.options, rate).update(whole, state, own)
+        updates, state = self._transformation(group, rate).update(whole, state, own)
         names = jax.tree_util.tree_leaves(tree_of({n: n for n in held}))
         moves = dict(zip(names, jax.tree_util.tree_structure(own).flatten_up_to(updates)))
         return {n: (x + moves[n]).astype(x.dtype) for n, x in held.items()}, state
@@ -212,7 +212,7 @@ class OptaxOptimizer:
 
     def _initial(self, group: Group, rate: Any, parameters: dict[str, Any]) -> Any:
         """The state of no step. rate: see `_transformation`."""
-        transformation = self._transformation(group.options, rate)
+        transformation = self._transformation(group, rate)
         if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
             raise UsageError(
                 f"{self._name} makes no optimizer with init and update, but a {type(transformation).__qualname__}; "
@@ -221,8 +221,9 @@ class OptaxOptimizer:
         state = transformation.init(self._store.model.tree_of(parameters))
         return jax.tree_util.tree_map(_as_array, state)
 
-    def _transformation(self, options: dict[str, Any], rate: Any) -> Any:
+    def _transformation(self, group: Group, rate: Any) -> Any:
         """rate: a learning rate, traced or not, instead of the one in the options."""
+        options = {name: self._as_tree(value, group) for name, value in group.options.items()}
         chosen = options if rate is None else {**options, self._alias: rate}
         if not callable(self._target):
             raise UsageError(f"a {type(self._target).__qualname__} makes no optimizer; try optax:adam")
@@ -239,6 +240,14 @@ class OptaxOptimizer:
             if rate is not None:
                 raise
             raise UsageError(f"{self._name}({_shown(options)}): {error}") from error
+
+    def _as_tree(self, option: Any, group: Group) -> Any:
+        """What says something of each parameter by its name, such as a mask, as the tree that it is to optax."""
+        if not (isinstance(option, dict) and option) or not set(group.names) <= set(option) <= set(
+            self._store.parameters
+        ):
+            return option
+        return self._store.model.tree_of({name: option[name] for name in group.names})
 
     # -- state -----------------------------------------------------------------------------------
 
