@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gradwire.private_broker import Sharing
     from gradwire.shared_broker import SharedBroker
 
-__all__ = ["BrokerLink"]
+__all__ = ["BrokerLink", "say"]
 
 PATIENCE_S = 10.0  # beyond a deadline that the broker keeps, before the broker itself is given up
 ANSWER_S = 5.0  # a broker answers at once; a machine may be busy
@@ -169,7 +169,7 @@ class BrokerLink:
                 raise WorkerStartError(self._news.broker_gone("the worker did not start"))
             if time.monotonic() - start >= progress_s:
                 doing = request.doing or "waiting for the broker"
-                _say(f"worker {spec.name or spec.framework!r} is still {doing} ({progress_s:.0f} s)")
+                say(f"worker {spec.name or spec.framework!r} is still {doing} ({progress_s:.0f} s)")
                 progress_s += NEXT_PROGRESS_S
         raise WorkerStartError(
             f"worker {spec.name or spec.framework!r} did not start: the broker has not answered for {longest_s:g} s; is it stopped? "
@@ -317,6 +317,7 @@ def _exit_code(how: str) -> int | None:
     return int(code) if code != how else None
 
 
-def _say(sentence: str) -> None:
+def say(sentence: str) -> None:
+    """To whoever sits before this program."""
     with contextlib.suppress(Exception):  # the user's stderr may be closed, or none
         print(f"gradwire: {sentence}", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.answers import check_results
 from gradwire.broker_link import BrokerLink
 from gradwire.endings import error_of, was_lost, without_frames
-from gradwire.handshake import shake_hands
+from gradwire.handshake import Ask, shake_hands
 from gradwire.inquiry import inquiry_about
 from gradwire.life import Life, TetherWatch
 from gradwire.lines import Line, Lines, lanes_wanted, pages_wanted
@@ -60,8 +60,15 @@ class Connection:
     life_class = Life
     _watch: TetherWatch | NoTether
 
-    def __init__(self, link: BrokerLink, facts: WorkerFacts, memory: Memory, timeout_s: float) -> None:
-        """Shakes hands with the worker. ConnectError, VersionMismatchError, DeadlineError."""
+    def __init__(
+        self,
+        link: BrokerLink,
+        facts: WorkerFacts,
+        memory: Memory,
+        timeout_s: float,
+        is_busy: Ask = lambda: False,
+    ) -> None:
+        """Shakes hands with the worker. ConnectError, VersionMismatchError, DeadlineError. is_busy: see `shake_hands`."""
         check_not_in_chain(facts.incarnation, facts.name, serving())  # it could not greet us either
         self.facts, self.link, self._memory = facts, link, memory
         self.life = self.life_class(link, facts)
@@ -75,16 +82,16 @@ class Connection:
         self.calls = 0
         self.waited_s = 0.0
         self.compute_ns = 0
-        self.lines, self.exchange, self.ours = self._open(timeout_s)
+        self.lines, self.exchange, self.ours = self._open(timeout_s, is_busy)
         self.sender = Sender(self.lines, self.exchange, self.life)
         self._abandoned = Abandoned(self.lines, self.exchange, self.ours, self.released, self.life)
 
-    def _open(self, timeout_s: float) -> tuple[Lines, Exchange, Ledger]:
+    def _open(self, timeout_s: float, is_busy: Ask) -> tuple[Lines, Exchange, Ledger]:
         wants_lanes, wants_pages = lanes_wanted(), pages_wanted()
         tether = connect_tether(self.facts.tether_path, timeout_s)
         try:
             exchange, ours, welcome = shake_hands(
-                tether, self.facts, self._client_id, self._memory, timeout_s
+                tether, self.facts, self._client_id, self._memory, timeout_s, is_busy
             )
         except BaseException:
             tether.close()

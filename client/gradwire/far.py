@@ -6,10 +6,11 @@ shared by which the worker could be told which call to interrupt.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from gradwire.connection import LOOK_MS, Connection
-from gradwire.handshake import checked_welcome, hello_of
+from gradwire.handshake import Ask, checked_welcome, hello_of
 from gradwire.life import Life
 from gradwire.lines import Lines
 from gradwire_wire import messages, sockets
@@ -65,7 +66,7 @@ class FarConnection(Connection):
 
     life_class = FarLife
 
-    def _open(self, timeout_s: float) -> tuple[Lines, Exchange, Ledger]:
+    def _open(self, timeout_s: float, is_busy: Ask) -> tuple[Lines, Exchange, Ledger]:
         ours = Ledger.received([])  # shared with nobody
         exchange = Exchange(self._memory, None, Ledger.received([]), ours)
         lines = Lines(
@@ -74,7 +75,7 @@ class FarConnection(Connection):
         line = lines.check_out_dealer()
         try:
             line.send_nowait([messages.pack(hello_of(self.facts, self._client_id))])
-            checked_welcome(self._answer(line, timeout_s), self.facts)
+            checked_welcome(self._answer(line, timeout_s, is_busy), self.facts)
         except BaseException:
             lines.drop(line)
             exchange.end()
@@ -83,15 +84,20 @@ class FarConnection(Connection):
         self._watch = NoTether(exchange)
         return lines, exchange, ours
 
-    def _answer(self, line: sockets.Dealer, timeout_s: float) -> Any:
-        for _ in range(max(1, int(1000 * timeout_s / LOOK_MS))):
+    def _answer(self, line: sockets.Dealer, timeout_s: float, is_busy: Ask) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
             try:
                 received = line.receive()
                 return messages.unpack(b"" if type(received) is int else received[0])  # type: ignore[index]
             except sockets.Again:
                 if not self.life.is_there:
                     raise ConnectError(f"worker {self.facts.name!r} ended during the handshake") from None
+            if time.monotonic() > deadline:
+                if not is_busy():
+                    break
+                deadline += timeout_s
         raise DeadlineError(
-            f"worker {self.facts.name!r} at {self.facts.endpoint} did not answer within {timeout_s} s; it may be in a "
-            "long call, or a firewall lets only the broker's port through"
+            f"worker {self.facts.name!r} at {self.facts.endpoint} did not answer within {timeout_s} s; perhaps a firewall lets "
+            "only the broker's port through"
         )

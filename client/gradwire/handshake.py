@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gradwire.worker_records import WorkerFacts
@@ -12,7 +13,11 @@ from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import Tether, TetherClosedError
 
-__all__ = ["Shared", "checked_welcome", "hello_of", "shake_hands"]
+__all__ = ["Ask", "Shared", "checked_welcome", "hello_of", "shake_hands"]
+
+
+Ask = Callable[[], bool]
+"""Whether a worker that does not answer is busy with somebody's call, as it may be for hours."""
 
 
 class Shared(NamedTuple):
@@ -29,9 +34,9 @@ def hello_of(facts: WorkerFacts, client_id: bytes) -> messages.Hello:
 
 
 def shake_hands(
-    tether: Tether, facts: WorkerFacts, client_id: bytes, memory: Memory, timeout_s: float
+    tether: Tether, facts: WorkerFacts, client_id: bytes, memory: Memory, timeout_s: float, is_busy: Ask
 ) -> Shared:
-    """Greet the worker at the other end of a tether. Waits at most ``timeout_s``.
+    """Greet the worker at the other end of a tether. Waits at most ``timeout_s``, and again for as long as it is busy.
 
     ConnectError, VersionMismatchError, DeadlineError, ProtocolError.
     """
@@ -39,13 +44,11 @@ def shake_hands(
     try:
         tether.send(hello_of(facts, client_id), ours.descriptors, timeout_s)
         ours.close()
-        received = tether.receive(timeout_s)
+        while (received := tether.receive(timeout_s)) is None:
+            if not is_busy():
+                raise DeadlineError(f"worker {facts.name!r} did not answer within {timeout_s} s")
     except TetherClosedError as error:
         raise ConnectError(f"worker {facts.name!r} hung up during the handshake") from error
-    if received is None:
-        raise DeadlineError(
-            f"worker {facts.name!r} did not answer within {timeout_s} s; it may be in a long call"
-        )
     answer, descriptors = received
     try:
         welcome = checked_welcome(answer, facts, is_whole=len(descriptors) <= 1)

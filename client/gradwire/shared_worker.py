@@ -7,7 +7,7 @@ the file loads are one object for all clients, with one training mode and one se
 
 from __future__ import annotations
 
-from gradwire.broker_link import BrokerLink
+from gradwire.broker_link import BrokerLink, say
 from gradwire.connection import Connection
 from gradwire.far import FarConnection
 from gradwire.worker import HANDSHAKE_S, Worker
@@ -28,9 +28,19 @@ class SharedWorker(Worker):
         super().__init__(link, memory, spec, present.restart)
 
     def _greet(self, facts: WorkerFacts) -> Connection:
-        if self._link.keys is not None:
-            return FarConnection(self._link, facts, self._memory, HANDSHAKE_S)
-        return super()._greet(facts)
+        """Who comes while it is in a call waits for its turn, as those do who are there."""
+        kind = Connection if self._link.keys is None else FarConnection
+        return kind(self._link, facts, self._memory, HANDSHAKE_S, lambda: self._is_busy(facts))
+
+    def _is_busy(self, facts: WorkerFacts) -> bool:
+        there = [present for present in self._link.look() if present.incarnation == facts.incarnation]
+        is_busy = any(present.state == "busy" for present in there)
+        if is_busy:
+            say(
+                f"worker {facts.name!r} is in somebody's call, or is stopped, and does not answer yet. Its turn is waited for; "
+                f"`gradwire stop {facts.name}` ends it for all, and Ctrl-C this wait"
+            )
+        return is_busy
 
     def _start_process(self) -> WorkerFacts:
         """One that was found; else the broker starts it again, once for all clients."""

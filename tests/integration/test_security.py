@@ -17,7 +17,7 @@ import zmq
 
 import gradwire as gw
 from gradwire import far as far_connection
-from gradwire import lines
+from gradwire import lines, shared_worker
 from gradwire.commands import main
 from gradwire.shared_broker import card_of
 from gradwire_wire import control, keys, sockets
@@ -172,6 +172,18 @@ def test_a_worker_at_tcp_that_does_not_welcome_leaves_nothing_here(
         monkeypatch.undo()
         monkeypatch.setenv("GRADWIRE_KEYS", str(alice))
         assert bridge["w"].function("far_ops:double")(2) == 4
+
+
+def test_who_comes_over_tcp_during_a_long_call_waits_for_its_turn(
+    far: str, alice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 0.2)
+    with gw.connect("tests-far") as bridge, gw.connect(far) as late:
+        long = bridge["w"].function("far_ops:sleep").options(timeout=2.0).submit(600.0)
+        assert late["w"].function("far_ops:double")(2) == 4
+        with pytest.raises(gw.DeadlineError):
+            long.result(60)
+    assert "'w' is in somebody's call" in capsys.readouterr().err
 
 
 def test_calls_over_tcp_are_traced_and_the_bridge_can_be_closed_then(

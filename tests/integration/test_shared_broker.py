@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import shared_worker
 from gradwire.commands import main
 from gradwire_wire.rendezvous import find_cards, read_card
 
@@ -286,6 +287,20 @@ def test_r62_clients_do_not_interrupt_each_other(up: Up) -> None:
         with pytest.raises(gw.DeadlineError):
             slow(30)
         assert double(2) == 4
+
+
+def test_who_comes_during_a_long_call_waits_for_its_turn(
+    up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those do who are there already. It is told what it waits for, and what to do."""
+    monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 0.2)
+    with gw.connect(up.address) as bridge, gw.connect(up.address) as late:
+        sleep = bridge["first"].function("shared_ops.py:sleep").options(timeout=2.0)
+        long = sleep.submit(600)
+        assert late["first"].function("double")(2) == 4
+        with pytest.raises(gw.DeadlineError):
+            long.result(60)
+    assert "'first' is in somebody's call, or is stopped" in capsys.readouterr().err
 
 
 # ---- Who leaves ----------------------------------------------------------------------------------------------------
