@@ -987,6 +987,19 @@ def test_R35_shapes_that_depend_on_values_name_out_spec(f: Any) -> None:
         program(f).spec(site(1), [Aval((3,), BY_NAME["float32"])])
 
 
+def test_R35_distributions_check_their_arguments_in_calls_and_not_in_specs() -> None:
+    """Whether a scale is positive changes no shape."""
+
+    def log_density(loc: Any, scale: Any, x: Any) -> Any:
+        return torch.distributions.Normal(loc, scale).log_prob(x).sum(-1)
+
+    p = program(log_density)
+    found, _ = p.spec(site(3), [Aval((3,), BY_NAME["float32"])] * 2 + [Aval((2, 3), BY_NAME["float32"])])
+    assert found == [Aval((2,), BY_NAME["float32"])]
+    with pytest.raises(ValueError, match="GreaterThan"):
+        p.run(site(3), (), [torch.zeros(3), -torch.ones(3), torch.zeros(2, 3)])
+
+
 def test_spec_of_functions() -> None:
     p = program(lambda x, w, i: {"y": x @ w, "i": [i.sum(), np.zeros(2)], "in place": x.relu_()})
     shapes = [

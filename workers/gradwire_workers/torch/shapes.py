@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -99,14 +100,18 @@ def _has_functions(results: Sequence[Any]) -> bool:
 
 @contextmanager
 def _undisturbed(device: Any) -> Iterator[None]:
-    """Random numbers go on as before, and torch does not log what user code raises, which is raised anyway."""
+    """Random numbers go on as before, and torch does not log what user code raises, which is raised anyway.
+
+    Distributions do not look whether their arguments are valid, which has no answer here and changes no shape.
+    """
     logger = logging.getLogger(fake_tensor.__name__)
     before, logger.disabled = logger.disabled, True
+    validates, Distribution._validate_args = Distribution._validate_args, False
     try:
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             yield
     finally:
-        logger.disabled = before
+        logger.disabled, Distribution._validate_args = before, validates
 
 
 def _advice(error: Exception) -> UsageError:
