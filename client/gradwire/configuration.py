@@ -73,7 +73,7 @@ def read(path: str | os.PathLike[str]) -> Configuration:
     """The configuration in a file. UsageError says what is wrong with it, and in which line."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -11,24 +11,28 @@ from gradwire.background import Background
 from gradwire.configuration import WorkerEntry
 from gradwire.orders import checked_spec, with_environment
 from gradwire.worker_records import WorkerSpec
+from gradwire_wire.errors import UsageError
 
 __all__ = ["spec_of", "start_together"]
 
 
 def spec_of(entry: WorkerEntry, lasts: bool) -> WorkerSpec:
     """The order for a worker of a file; builds its environment where it has requirements, which may take minutes."""
-    spec = checked_spec(
-        entry.framework,
-        entry.name,
-        python=entry.python,
-        env=entry.env,
-        path=entry.path,
-        cwd=entry.cwd,
-        threads=entry.threads,
-        x64=entry.x64,
-        device=entry.device,
-        start_timeout=entry.start_timeout,
-    )
+    try:
+        spec = checked_spec(
+            entry.framework,
+            entry.name,
+            python=entry.python,
+            env=entry.env,
+            path=entry.path,
+            cwd=entry.cwd,
+            threads=entry.threads,
+            x64=entry.x64,
+            device=entry.device,
+            start_timeout=entry.start_timeout,
+        )
+    except UsageError as error:  # what can be seen in the file was: this is about what is there
+        raise UsageError(f"worker {entry.name!r}: {error}") from error
     loads = {name: vars(load) for name, load in entry.loads.items()}
     built = with_environment(entry.requirements, spec)
     return built._replace(loads=loads, lasts=lasts, restart=entry.restart)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gradwire import configuration
 from gradwire.configuration import Load, parse, read
+from gradwire.fleet import spec_of
 from gradwire.toml_lines import lines_of
 from gradwire_wire.errors import UsageError
 
@@ -160,6 +161,18 @@ def test_an_empty_file_says_what_to_write() -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere.toml cannot be read: No such file"):
         read(tmp_path / "nowhere.toml")
+
+
+def test_a_file_with_a_mark_at_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf[workers.w]\nframework = 'numpy'\n")
+    assert list(read(tmp_path / "marked.toml").workers) == ["w"]
+
+
+def test_a_folder_that_is_not_there_is_named_with_its_worker(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[workers.w]\nframework = 'numpy'\npath = ['src']\n")
+    entry = read(tmp_path / "bad.toml").workers["w"]
+    with pytest.raises(UsageError, match=f"worker 'w': path: there is no folder {tmp_path}/src"):
+        spec_of(entry, lasts=False)
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
