@@ -25,7 +25,7 @@ from gradwire.commands import main
 from gradwire_wire.rendezvous import find_cards, read_card
 
 TARGETS = """
-import os, sys, time
+import atexit, os, sys, time
 import numpy as np
 
 def double(x):
@@ -43,6 +43,9 @@ def sleep(seconds):
 
 def leave(code):
     os._exit(code)
+
+def at_exit(path):
+    atexit.register(lambda: open(path, "w").close())
 
 class Counter:
     def __init__(self, start=0):
@@ -387,7 +390,9 @@ def test_r51_after_kill_9_of_the_broker_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_foreground_ends_with_ctrl_c(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_foreground_ends_in_order(folder: Path, number: signal.Signals) -> None:
+    """By Ctrl-C, by a service manager, or with its terminal: the exit functions of its workers run."""
     path = written(folder, "tests-foreground")
     command = [sys.executable, "-m", "gradwire", "up", path, "--foreground"]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -396,10 +401,12 @@ def test_foreground_ends_with_ctrl_c(folder: Path) -> None:
     with gw.connect(address) as bridge:
         pid = bridge["first"].pid
         bridge["first"].function("shared_ops.py:shout")(1, "shown there")
-    program.send_signal(signal.SIGINT)
+        bridge["first"].function("shared_ops.py:at_exit")(str(folder / number.name))
+    program.send_signal(number)
     _, errors = program.communicate(timeout=60)
     assert program.returncode == 0 and "[first] shown there" in errors and "Traceback" not in errors
     assert not is_there(pid) and not Path(address.removeprefix("ipc://")).parent.exists()
+    assert (folder / number.name).exists()
 
 
 def test_r56_a_start_that_is_killed_leaves_nothing(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def add_parser(subparsers: Any) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--detach", action="store_true", help="return once all workers are ready (the default)")
     how.add_argument(
-        "--foreground", action="store_true", help="stay, show what workers print, end all with Ctrl-C"
+        "--foreground",
+        action="store_true",
+        help="stay, show what workers print, end all with Ctrl-C or SIGTERM",
     )
     parser.add_argument(
         "--listen", metavar="ADDRESS", default="", help="also at tcp://HOST:PORT; needs --keys"
@@ -48,6 +51,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start all, or nothing."""
     _check_written(arguments)
+    if arguments.foreground:
+        _end_in_order()
     configuration = read(arguments.file)
     _check(configuration, arguments)
     sharing = Sharing(
@@ -121,8 +126,18 @@ def _announce(
     print(link.address, flush=True)
 
 
+def _end_in_order() -> None:
+    """How service managers, containers and terminals end a program is the same as Ctrl-C from now on.
+
+    (The first process of a container is not even ended by SIGTERM unless it handles it.)
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, signal.default_int_handler)
+
+
 def _stay(link: BrokerLink) -> None:
-    """Until Ctrl-C, or the broker ends."""
+    """Until Ctrl-C or a signal like it, or the broker ends."""
     try:
         while not link.wait_broker_ended(LOOK_S):
             pass
