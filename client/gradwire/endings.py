@@ -66,7 +66,10 @@ def vanished(facts: WorkerFacts, advice: str | None, was_running: bool) -> Worke
     """It is gone, and nobody knows how. advice: what to do about it where its broker is there, which then knows of no end."""
     how = "is gone and its broker gave no reason; was the broker ended? Connect again"
     if advice is not None:
-        how = f"cannot be reached any more, though its process has not ended: did its code close descriptors? {advice}"
+        how = (
+            "cannot be reached any more, and its broker tells of no end of its process: did its code close descriptors, or is "
+            f"the broker stopped? {advice}"
+        )
     return WorkerDiedError(f"worker {facts.name!r} (pid {facts.pid}) {how}", was_running=was_running)
 
 

@@ -102,7 +102,7 @@ def test_one_that_lives_but_cannot_be_reached_is_told_from_a_dead_one(make: Call
         deafen(X)
     while worker.alive:
         time.sleep(0.01)
-    with pytest.raises(gw.WorkerDiedError, match=r"has not ended.*worker\.restart\(\)"):
+    with pytest.raises(gw.WorkerDiedError, match=r"no end of its process.*worker\.restart\(\)"):
         double(X)
     worker.restart()
     np.testing.assert_array_equal(double(X), 2 * X)
