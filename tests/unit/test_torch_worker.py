@@ -365,6 +365,8 @@ def test_what_vmap_cannot_do_says_so() -> None:
     p = program(lambda x: x * x.sum().item())
     with pytest.raises(UsageError, match="sequential"):
         p.run(site(1), (("V", (True,)),), [f64(3, 2)])
+    with pytest.raises(UsageError, match=r"Batching rule not implemented.*sequential"):
+        program(nn.LSTM(2, 3).double()).run(site(1), (("V", (True,)),), [f64(3, 5, 2)])
 
 
 def test_backward_hooks_are_not_lost_in_a_batch() -> None:

@@ -114,7 +114,8 @@ class Keeping:
         if name in self._one_by_one:
             return None
         try:
-            return self._cached(name, operands, False, lambda: Traced(function, operands))[0]
+            with _quietly(logging.CRITICAL):
+                return self._cached(name, operands, False, lambda: Traced(function, operands))[0]
         except Exception:  # many kinds, all of them about what cannot be vectorised or replayed
             self._one_by_one.add(name)
             return None
@@ -306,12 +307,12 @@ class Taped(Residual):
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """TensorFlow warns that a persistent tape should not be used while it records. Here it must."""
+def _quietly(level: int = logging.ERROR) -> Iterator[None]:
+    """TensorFlow warns that a persistent tape should not be used while it records, where it must; and logs at length what it cannot vectorise."""
     logger = tf.get_logger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    before = logger.level
+    logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)

@@ -148,7 +148,7 @@ def _expanded(x: Any, i: int, batches: tuple[_Batch, ...]) -> Any:
     return x
 
 
-_ABOUT_VMAP = re.compile(r"vmap|functorch|atched tensor|batching rule|cannot register a hook")
+_ABOUT_VMAP = re.compile(r"vmap|functorch|atched tensor|atching rule|cannot register a hook")
 
 
 def _run(base: Base, batches: tuple[_Batch, ...], operands: Sequence[Any]) -> list[Any]:
