@@ -317,6 +317,11 @@ class Connection:
     may_pipeline = True
     """Whether calls may be under way by a pipeline: not where each of them is recorded."""
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether calls that are submitted are made in their order: by the pipeline, or one by one where it cannot be had just now."""
+        return self.may_pipeline and self.lines.has_lanes
+
     def pipeline(self, background: Background) -> Pipeline | None:
         """What calls are submitted by; None where they cannot be. Raises what any call would, were it made now."""
         self.life.check_usable()

@@ -259,6 +259,11 @@ class Handle:
         connection = self._loaded
         return connection is not None and connection.life.is_there and not self.stakes.is_lost
 
+    @property
+    def keeps_order(self) -> bool:
+        """See `Connection.keeps_order`."""
+        return self._loaded is not None and self._loaded.keeps_order
+
     def pipeline(self, background: Background) -> Pipeline | None:
         """What calls of this target are submitted by; None where they are made the ordinary way. Never waits for a worker.
 

@@ -171,8 +171,13 @@ class Lines:
         ours.close()
         return None
 
+    @property
+    def has_lanes(self) -> bool:
+        """Whether there are any, though perhaps none can be opened just now."""
+        return self._has_lanes
+
     def open_pipeline_lane(self) -> Lane | None:
-        """A lane that belongs to no pool, for many calls at once; None where there are no lanes."""
+        """A lane that belongs to no pool, for many calls at once; None where there are no lanes, or none can be opened."""
         return self._open_lane() if self._has_lanes else None
 
     def check_in(self, line: Line) -> None:

@@ -16,6 +16,7 @@ from gradwire_wire.interruption import postponed, raise_postponed
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from gradwire.handle import Handle
     from gradwire.pipeline import Pipeline
     from gradwire.remote import Remote
     from gradwire.submissions import Submission
@@ -92,8 +93,7 @@ def _begin_in_order(
         begun = pipeline.submit(call, may_wait, future)
         if begun is not None:
             return begun
-    has_ended = pipeline is not None and pipeline.is_over  # just now
-    if handle.is_there and not has_ended and not anteroom.is_occupied:
+    if not (anteroom.is_occupied or _is_away(handle, pipeline)):
         return None
     if call is None and not _keeps_order(*_routed(remote, args, kwargs, known)):
         return None
@@ -108,7 +108,7 @@ def _proceed(
 ) -> None:
     """The turn of a call in the anteroom: its target is brought back if need be, and then it goes by the pipeline."""
     handle, background = remote.handle, remote._background
-    begun = None
+    begun = pipeline = None
     try:
         if not (handle.is_there or future.cancelled()):
             handle.bring_back()
@@ -120,10 +120,20 @@ def _proceed(
         act = raising(error)
     if begun is not None:
         return
-    if handle.is_there:  # where calls keep no order
-        background.start(future, act)
-    else:
+    if _is_away(handle, pipeline):
         background.do_here(future, act)
+    else:
+        background.start(future, act)
+
+
+def _is_away(handle: Handle, pipeline: Pipeline | None) -> bool:
+    """Whether a call had no pipeline though it keeps its order: its target is not there, or the worker goes this very moment.
+
+    Else it is one that keeps none.
+    """
+    if not handle.is_there:
+        return True
+    return handle.keeps_order if pipeline is None else pipeline.is_over
 
 
 def _submission(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire import lines
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 
@@ -212,6 +213,21 @@ def test_they_keep_their_order_while_their_worker_comes_back(how: str) -> None:
             futures = [targets[i % 3 // 2].submit(small(i)) for i in range(100)]
             assert [float(f.result(60)[0]) for f in futures] == list(range(100))
             np.testing.assert_array_equal(noted(small(0)), np.arange(100))
+
+
+@on_lanes
+def test_they_keep_their_order_while_no_lane_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a worker has died just now, and its connection does not know yet; or for want of descriptors."""
+    with gw.connect() as bridge:
+        worker = bridge.worker("numpy", path=[TARGETS])
+        note, noted = worker.function("submitted:note"), worker.function("submitted:noted")
+        monkeypatch.setattr(lines.Lines, "open_pipeline_lane", lambda self: None)
+        futures = [note.submit(small(i)) for i in range(50)]
+        wait(futures, 60)
+        monkeypatch.undo()
+        futures += [note.submit(small(i)) for i in range(50, 100)]
+        assert [float(f.result(60)[0]) for f in futures] == list(range(100))
+        np.testing.assert_array_equal(noted(small(0)), np.arange(100))
 
 
 @on_lanes
