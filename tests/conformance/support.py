@@ -40,10 +40,10 @@ ROWS = [(caller, cell) for caller, c in CALLERS.items() for cell in c.transforms
 
 SECOND = "smooth is a numpy function, and these have first derivatives only: a second one was asked for"
 OF_NUMPY = {  # by a numpy worker alone, since numpy has no derivatives but those a function brings along
-    "jax": ("hessian", "grad of grad"),
+    "jax": ("hessian", "grad of grad", "hessian of vmap"),
     "torch": (
         *("double backward", "func.hessian", "func.grad of func.grad", "autograd.functional.hessian"),
-        "gradgradcheck",
+        *("gradgradcheck", "func.hessian of func.vmap"),
     ),
     "tensorflow": (
         *("nested tapes", "tf.function with an unknown batch, nested tapes in it"),

@@ -28,11 +28,12 @@ Tensors = list[torch.Tensor]
 
 
 class Kept(NamedTuple):
-    """The graph of a forward: operands and results. ``batch``: its rows are what was kept."""
+    """The graph of a forward: operands and results. ``batch``: so many rows of it were kept, with these operands each."""
 
     operands: Tensors
     results: Tensors
     batch: int = 0
+    of_rows: Sequence[torch.Tensor] = ()
 
 
 class TorchHandle:
@@ -150,7 +151,7 @@ class _Run:
             kept = self.handle.kept.get(token)
             if kept is None and self.site.stateful:
                 raise ResidualLostError(f"token {token} is gone")
-            if kept is not None and len(self.word) == token_ops + 1 and not kept.batch:
+            if kept is not None and len(self.word) == token_ops + 1:
                 return self.derive(kept, keep)
         if keep == 2:
             return self.keep_rows()
@@ -219,18 +220,20 @@ class _Run:
         self.handle.counts["keep_rows"] += 1
         axes = self.word[-1][1]
         batch = next(x.shape[0] for x, m in zip(self.operands, axes, strict=True) if m)
-        rows = [x if m else x.expand(batch, *x.shape) for x, m in zip(self.operands, axes, strict=True)]
-        rows = [x.detach().requires_grad_() if inexact(x) else x for x in rows]
+        whole = [x.detach().requires_grad_() if inexact(x) else x for x in self.operands]
+        rows = [x if m else x.expand(batch, *x.shape) for x, m in zip(whole, axes, strict=True)]
         results = self.evaluate((*self.word[:-1], ("V", (True,) * len(rows))), rows)
-        return results, Kept(rows, results, batch)
+        return results, Kept(whole, results, batch, rows)
 
     def rows(self, rows: np.ndarray, token_ops: int) -> list[Any] | None:
         assert rows.dtype == np.uint32 and rows.ndim == 2 and rows.shape[1] == 2, rows
+        assert not token_ops, "the rows of what was batched already"
         kept = self.handle.kept.get(int(rows[0, 0])) if len(rows) else None
         whole = kept is not None and (rows == [[rows[0, 0], i] for i in range(kept.batch)]).all()
-        if kept is None or not whole or len(self.word) != token_ops + 2 or self.word[-1][0] != "V":
+        if kept is None or not whole or len(self.word) != 2 or self.word[-1][0] != "V":
             return None
-        op, axes = self.word[token_ops], self.word[-1][1]
+        op, axes = self.word[0], self.word[-1][1]
+        kept = kept._replace(operands=kept.of_rows)
         n = len(op[1]) if op[0] == "J" else op[2]
         linear = [
             x if m else x.expand(kept.batch, *x.shape)

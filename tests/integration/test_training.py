@@ -111,6 +111,16 @@ def test_r44_first_stage_from_torch(worker_of: Workers, block: Callable[..., Any
     assert_agree(net.parameters(), wanted)
 
 
+@pytest.mark.parametrize("vmap", ["batch", "sequential"])
+def test_r44_a_stage_under_vmap_from_torch(worker_of: Workers, block: Callable[..., Any], vmap: str) -> None:
+    import torch
+
+    net, local = worker_of("torch").module("in_torch:make_block", SIZES).eval(), block(SIZES).eval()
+    for model in (net.options(vmap=vmap), local):
+        torch.func.vmap(model)(torch.tensor(X)).square().sum().backward()
+    assert_agree(net.grads(), {name: p.grad.numpy() for name, p in local.named_parameters()})
+
+
 def test_a_step_without_gradients_is_an_error(worker_of: Workers) -> None:
     net = worker_of("torch").module("in_torch:make_block", SIZES)
     optimizer = net.optimizer("torch.optim:SGD", lr=0.1)

@@ -320,6 +320,15 @@ def test_R34_rows_of_a_kept_batch(size: int, random_numbers: bool, compile: bool
     close(found, [tf.stack(gs) for gs in zip(*rows, strict=True)] if size else empty, 1e-9)
     tangents = residual.derive_rows((J, (1,)), (True, False, True), [random(size, 4, 4)], np.arange(size))
     assert tangents[0].shape == (size, 4)
+    if size:
+        cts, d = random(size, 4, seed=6), random(4, 4, seed=7)
+        whole, _ = residual.derive(
+            (T, (0, 1), 1), [cts], keep=False, accumulate=False
+        )  # with one w for all rows
+        each = residual.derive_rows((T, (0, 1), 1), (True, False, True), [cts], np.arange(size))
+        close(whole, [each[0], tf.reduce_sum(each[1], 0)], 1e-9)
+        whole, _ = residual.derive((J, (1,)), [d], keep=False, accumulate=False)
+        close(whole, residual.derive_rows((J, (1,)), (True, False, False), [d], np.arange(size)), 1e-9)
     if size > 1:
         assert residual.derive_rows(op, axes, [ct], np.arange(size)[::-1]) is None
 

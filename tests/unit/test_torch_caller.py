@@ -158,6 +158,12 @@ CELLS: dict[str, Function] = {
         stacked(x), w
     ),
     "backward through vmap": backward_through_vmap,
+    "jacrev of vmap": lambda f, x, w: jacrev(vmap(f, (0, None)), (0, 1))(stacked(x), w),
+    "jacfwd of vmap": lambda f, x, w: jacfwd(vmap(f, (0, None)), (0, 1))(stacked(x), w),
+    "jvp of vmap": lambda f, x, w: jvp(vmap(f, (0, None)), (stacked(x), w), (stacked(x), 2 * w)),
+    "hessian of vmap": lambda f, x, w: hessian(lambda x, w: vmap(loss_of(f), (0, None))(x, w).sum(), (0, 1))(
+        stacked(x), w
+    ),
     "jacrev": lambda f, x, w: jacrev(f, (0, 1))(x, w),
     "jacrev in chunks": lambda f, x, w: jacrev(f, (0, 1), chunk_size=1)(x, w),
     "jacfwd": lambda f, x, w: jacfwd(f, (0, 1))(x, w),
@@ -208,6 +214,9 @@ def test_the_comparison_can_fail() -> None:
         "vmap": {"message": 1, "recompute": 1},
         "vmap of grad": {"message": 2, "keep_rows": 1, "pull_rows": 1},
         "vmap of jvp": {"message": 2, "keep_rows": 1, "push_rows": 1},
+        "grad of vmap": {"message": 2, "keep_rows": 1, "pull": 1},
+        "backward through vmap": {"message": 2, "keep_rows": 1, "pull": 1},
+        "jvp of vmap": {"message": 2, "keep_rows": 1, "push": 1},
         "jacrev": {"message": 2, "keep": 1, "recompute": 1},
     }.items(),
     ids=lambda x: x if isinstance(x, str) else "",

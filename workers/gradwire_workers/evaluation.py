@@ -136,7 +136,9 @@ def _from_residual(
     if step.op[0] == "T":
         residuals.note_pulled(token)
     if rows is not None:
-        return None if step.rules else _from_rows(program, kept.residual, step, call, linear, rows)
+        if step.rules or call.token_ops:  # rows are of the function itself
+            return None
+        return _from_rows(program, kept.residual, step, call, linear, rows)
     batches = _batches_of_lines(step.further, len(linear))
     if batches is None or (batches and (call.keep or _has_no_rows(linear, len(batches)))):
         return None

@@ -78,7 +78,10 @@ class Residual(ABC):
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:
-        """The same for a batch of kept rows; None where it does not apply and must be computed afresh."""
+        """The derivative of each row of a kept batch; None where it does not apply and must be computed afresh.
+
+        (`derive` gives that of the whole batch, in which an operand without the axis is one for all rows.)
+        """
         return None
 
     def derive_batch(
@@ -167,7 +170,7 @@ class Program(ABC):
     def keep_rows(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
     ) -> tuple[Result, Residual]:
-        """Evaluate the batch ``(('V', axes),)`` so that each row can be differentiated on its own."""
+        """Evaluate the batch ``(('V', axes),)`` so that each row can be differentiated on its own, and the whole as one."""
 
     @abstractmethod
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:

@@ -40,6 +40,7 @@ _will_execute = torch._C._will_engine_execute_node
 _is_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 _saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 _is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+_is_batched, _unwrapped = torch._C._functorch.is_batchedtensor, torch._C._functorch.get_unwrapped
 _VMAP = torch._C._functorch.TransformType.Vmap
 _GRAD = torch._C._functorch.TransformType.Grad
 
@@ -97,7 +98,14 @@ def _is_differentiated(operands: Sequence[Any]) -> bool:
     kinds = {level.key() for level in _functorch_levels()}
     if kinds - {_VMAP, _GRAD}:
         return True  # forward mode
-    return torch.is_grad_enabled() and (_GRAD in kinds or any(x.requires_grad for x in operands))
+    return torch.is_grad_enabled() and (_GRAD in kinds or any(map(_requires_grad, operands)))
+
+
+def _requires_grad(x: Any) -> bool:
+    """Also under vmap, whose tensors say no."""
+    while _is_batched(x):
+        x = _unwrapped(x)
+    return bool(x.requires_grad)
 
 
 class _Node(torch.autograd.Function):
@@ -240,7 +248,10 @@ def _are_copies_saved() -> bool:
 def _saved(ctx: Any) -> tuple[Any, ...]:
     """The token or None, then the operands."""
     kept, *operands = ctx.saved_tensors
-    return (kept if ctx.kept is None else ctx.kept, *operands)
+    kept = kept if ctx.kept is None else ctx.kept
+    if ctx.fn.keep == 2 and kept is not None:  # rows of a batch, of which all is differentiated here at once
+        kept = kept[0] if len(kept) else None
+    return (kept, *operands)
 
 
 def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:

@@ -66,6 +66,11 @@ CELLS: dict[str, Callable[[Function, Any, Any], Any]] = {
     "grad of vmap": lambda f, x, w: jax.grad(
         lambda x, w: jax.vmap(loss_of(f), (0, None))(x, w).sum(), (0, 1)
     )(rows(x), w),
+    "jacrev of vmap": lambda f, x, w: jax.jacrev(jax.vmap(f, (0, None)), (0, 1))(rows(x), w),
+    "jacfwd of vmap": lambda f, x, w: jax.jacfwd(jax.vmap(f, (0, None)), (0, 1))(rows(x), w),
+    "hessian of vmap": lambda f, x, w: jax.hessian(
+        lambda x, w: jax.vmap(loss_of(f), (0, None))(x, w).sum(), (0, 1)
+    )(rows(x), w),
     "vmap of grad, a batch of 1": lambda f, x, w: jax.vmap(jax.grad(loss_of(f)), (0, None))(rows(x, 1), w),
     "vmap of grad, a batch of 0": lambda f, x, w: jax.vmap(jax.grad(loss_of(f)), (0, None))(rows(x, 0), w),
     "lax.map": lambda f, x, w: lax.map(lambda x: f(x, w), rows(x)),

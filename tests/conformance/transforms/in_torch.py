@@ -131,6 +131,15 @@ CELLS: dict[str, Callable[[Function, Any, Any], Any]] = {
     "func.grad of func.vmap": lambda f, x, w: grad(
         lambda x, w: vmap(loss_of(f), (0, None))(x, w).sum(), (0, 1)
     )(rows(x), w),
+    "func.jacrev of func.vmap": lambda f, x, w: jacrev(vmap(f, (0, None)), (0, 1))(rows(x), w),
+    "func.jacfwd of func.vmap": lambda f, x, w: jacfwd(vmap(f, (0, None)), (0, 1))(rows(x), w),
+    "func.jvp of func.vmap": lambda f, x, w: jvp(lambda w: vmap(f, (0, None))(rows(x), w), (w,), (2 * w,)),
+    "func.jacrev of func.vmap, a batch of 1": lambda f, x, w: jacrev(vmap(f, (0, None)), (0, 1))(
+        rows(x, 1), w
+    ),
+    "func.hessian of func.vmap": lambda f, x, w: hessian(
+        lambda x, w: vmap(loss_of(f), (0, None))(x, w).sum(), (0, 1)
+    )(rows(x), w),
     "autograd.functional.hessian": lambda f, x, w: torch.autograd.functional.hessian(
         lambda x: loss_of(f)(x, w), x
     ),

@@ -235,25 +235,27 @@ def taped(
 ) -> tuple[list[Any], Taped]:
     """Evaluate ``word`` of a function under a tape that stays. rows: so that each row of a batch can be derived."""
     operands = [tf.identity(x) for x in operands]  # two operands must not be one tensor
-    size = None
-    if rows:
-        ((_, axes),) = word
-        size = _size(axes, operands)
-        spread = [not m and is_inexact(x) for m, x in zip(axes, operands)]
-        word = (("V", tuple(m or s for m, s in zip(axes, spread))),)
-        operands = [_rows_of(x, size) if s else x for x, s in zip(operands, spread)]
+    spread, size = operands, None
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([x for x in operands if is_inexact(x)])
-        results = outermost(function, word)(*operands)
+        if rows:
+            ((_, axes),) = word
+            size = _size(axes, operands)
+            word = (("V", tuple(m or is_inexact(x) for m, x in zip(axes, operands))),)
+            spread = [x if m or not is_inexact(x) else _rows_of(x, size) for m, x in zip(axes, operands)]
+        results = outermost(function, word)(*spread)
     wrt = word[-1][1] if word and word[-1][0] == "T" else ()
     whole = [tf.zeros_like(operands[wrt[i]]) if y is None else y for i, y in enumerate(results)]
-    return results, Taped(owner, tape, operands, whole, accumulate, size)
+    return results, Taped(owner, tape, operands, whole, accumulate, size, spread)
 
 
 class Taped(Residual):
-    """Operands and results of a kept forward, and the tape between them. rows: the batch's size, if it is one."""
+    """Operands and results of a kept forward, and the tape between them.
 
-    __slots__ = ("_accumulate", "_operands", "_owner", "_results", "_rows", "_tape", "nbytes")
+    rows: the batch's size, if it is one. spread: the operands then, with one row each of whatever is differentiated.
+    """
+
+    __slots__ = ("_accumulate", "_operands", "_owner", "_results", "_rows", "_spread", "_tape", "nbytes")
 
     def __init__(
         self,
@@ -262,37 +264,42 @@ class Taped(Residual):
         operands: Sequence[Any],
         results: Sequence[Any],
         accumulate: bool,
-        rows: int | None,
+        rows: int | None = None,
+        spread: Sequence[Any] = (),
     ) -> None:
         self._owner, self._tape, self._operands, self._results = owner, tape, list(operands), list(results)
-        self._accumulate, self._rows = accumulate, rows
-        self.nbytes = TAPE_FACTOR * sum(_nbytes(x) for x in (*operands, *results))
+        self._accumulate, self._rows, self._spread = accumulate, rows, list(spread)
+        held = {id(x): x for x in (*operands, *spread, *results)}
+        self.nbytes = TAPE_FACTOR * sum(map(_nbytes, held.values()))
 
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
     ) -> tuple[list[Any], Taped | None]:
-        linear = [tf.identity(x) for x in linear]
-        names = self._owner.trainable_names() if accumulate else []
+        linear, wrt = [tf.identity(x) for x in linear], [self._operands[i] for i in op[1]]
         with self._tape if keep else nullcontext(), _quietly():
             if keep:
                 self._tape.watch(linear)
-            found = self._derived(op, linear, self._owner.trainable_values() if accumulate else ())
-        if names:
-            self._owner.accumulate(names, found[len(op[1]) :])
-            found = found[: len(op[1])]
+            found = self._derived(op, wrt, linear, accumulate)
+        found = self._accumulated(found, len(wrt), accumulate)
         if not keep:
             return found, None
-        wrt = [self._operands[i] for i in op[1]]
         whole = [tf.zeros_like(x) if y is None else y for x, y in zip(wrt, found)] if op[0] == "T" else found
-        return found, Taped(
-            self._owner, self._tape, [*self._operands, *linear], whole, self._accumulate, None
-        )
+        return found, Taped(self._owner, self._tape, [*self._operands, *linear], whole, self._accumulate)
 
-    def _derived(self, op: tuple[Any, ...], linear: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        wrt = [self._operands[i] for i in op[1]]
+    def _derived(
+        self, op: tuple[Any, ...], wrt: Sequence[Any], linear: Sequence[Any], accumulate: bool
+    ) -> list[Any]:
+        """accumulate: the cotangents of the owner's variables come last."""
         if op[0] == "J":
             return push(self._tape, self._results, wrt, linear)
+        variables = self._owner.trainable_values() if accumulate else ()
         return pull(self._tape, self._results, [*wrt, *variables], linear)
+
+    def _accumulated(self, found: list[Any], count: int, accumulate: bool) -> list[Any]:
+        if not accumulate:
+            return found
+        self._owner.accumulate(self._owner.trainable_names(), found[count:])
+        return found[:count]
 
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
@@ -300,9 +307,10 @@ class Taped(Residual):
         if self._rows is None or not _is_whole(rows, self._rows):
             return None
         mapped = axes[len(axes) - len(linear) :]
-        linear = [x if m else _rows_of(x, self._rows) for x, m in zip(linear, mapped)]
-        found, _ = self.derive(op, linear, keep=False, accumulate=self._accumulate and op[0] == "T")
-        wrt = [self._operands[i] for i in op[1]]
+        linear = [tf.identity(x) if m else _rows_of(x, self._rows) for x, m in zip(linear, mapped)]
+        wrt, accumulate = [self._spread[i] for i in op[1]], self._accumulate and op[0] == "T"
+        with _quietly():
+            found = self._accumulated(self._derived(op, wrt, linear, accumulate), len(wrt), accumulate)
         return [tf.zeros_like(x) if y is None else y for x, y in zip(wrt, found)] if op[0] == "T" else found
 
 
