@@ -175,9 +175,10 @@ class Call:
         self, word: tuple[Any, ...], operands: Sequence[Any], tangents: dict[int, Any]
     ) -> list[Any]:
         axes = word[-1][1]
-        moving, dots = list(tangents), rows_of([axes[i] for i in tangents], list(tangents.values()))
+        length = len(operands[list(axes).index(True)])  # what moves may be one for all rows
+        dots = rows_of([axes[i] for i in tangents], list(tangents.values()), length)
         rows = [
-            copied(self.jvp(word[:-1], row, dict(zip(moving, dot))))
+            copied(self.jvp(word[:-1], row, dict(zip(tangents, dot))))
             for row, dot in zip(rows_of(axes, operands), dots)
         ]
         if not rows:
