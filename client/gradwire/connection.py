@@ -54,7 +54,8 @@ class Connection:
     """The way to one worker process. Any thread may call; blocking calls release the GIL.
 
     life: whether there is somebody to call. lines: what calls go by. exchange: what is lent and borrowed. ours: the ledger
-    that this end writes. released: tokens to be named in the next message. sender: of messages.
+    that this end writes. released: tokens to be named in the next message. dropped_remotes, dropped_optimizers: numbers of what
+    nobody here has any more. sender: of messages.
     """
 
     life_class = Life
@@ -75,7 +76,7 @@ class Connection:
         self._client_id = b"c" + os.urandom(15)
         self.call_ids = itertools.count(1)
         self._seen = Seen()
-        self.released = Released()
+        self.released, self.dropped_remotes, self.dropped_optimizers = Released(), Released(), Released()
         self._opening = threading.RLock()
         self._pipeline: Pipeline | None = None
         self.last_error: tuple[float, GradwireError] | None = None
@@ -371,6 +372,15 @@ class Connection:
             released = self.released.take()
             if not self.sender.tell(messages.Release(released)):
                 self.released.extend(released)
+        self.tell_of_dropped()
+
+    def tell_of_dropped(self) -> None:
+        """Have the worker let go of what nobody here has any more. Never waits."""
+        if self.dropped_remotes or self.dropped_optimizers:
+            forget = messages.Forget(self.dropped_remotes.take(), self.dropped_optimizers.take())
+            if not self.sender.tell(forget):
+                self.dropped_remotes.extend(forget.remotes)
+                self.dropped_optimizers.extend(forget.optimizers)
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class FunctionalHandle(Handle):
             [],
             None,
         )
-        self._remote = answers.number(reply.structure)
+        self._note_number(connection, answers.number(reply.structure))
         self._specs.clear()
         self._loaded = connection
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from gradwire_wire.words import Word, linear_count
 
 if TYPE_CHECKING:
     from gradwire.background import Background
+    from gradwire.optimizer import Optimizer
     from gradwire.pipeline import Pipeline
     from gradwire.submissions import Submission
 
@@ -33,7 +35,8 @@ _LOADING = frozenset({"load_state_dict", "load"})
 
 
 class Handle:
-    """Shared by all proxies of one target. After the worker was restarted, the target is loaded again.
+    """Shared by all proxies of one target. After the worker was restarted, the target is loaded again; it is let go of there when the last
+    proxy is gone, and whatever else can name it (a pullback, a compiled program).
 
     connect: gives the connection to the worker's present incarnation.
     load: the arguments of `messages.Load` after the call id, and the factory's tensors.
@@ -53,6 +56,7 @@ class Handle:
         self._lock = threading.RLock()  # a handler of signals must not wait for what it has interrupted
         self._loaded: Connection | None = None
         self._remote = 0
+        self._dropping: weakref.finalize[[int], Handle] | None = None
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
         self.is_module = self._may_have_rules = False
         self.training: bool | None = None
@@ -119,6 +123,7 @@ class Handle:
         )
 
     def _load(self, connection: Connection) -> None:
+        connection.tell_of_dropped()  # there may be no room for another
         reply, _ = connection.request(
             lambda call_id, headers: messages.Load(
                 call_id, self._kind, self._target, self._structure, headers
@@ -127,7 +132,8 @@ class Handle:
             None,
         )
         facts = answers.loaded(reply.structure)
-        self._remote, self.is_module = facts.remote, facts.is_module
+        self._note_number(connection, facts.remote)
+        self.is_module = facts.is_module
         self._may_have_rules = facts.may_have_rules
         self._resume_mode(connection, facts.training)
         self._resume_freezing(connection)
@@ -136,6 +142,19 @@ class Handle:
         self.stakes.begin(connection.life.state_discarded)
         self._specs.clear()
         self._loaded = connection
+
+    def _note_number(self, connection: Connection, number: int) -> None:
+        """The target has that number in the worker, and goes there when this object does."""
+        if self._dropping is not None:
+            self._dropping()  # another process's, or of a load that was interrupted
+        self._remote = number
+        self._dropping = weakref.finalize(self, connection.dropped_remotes.append, number)
+        self._dropping.atexit = False
+
+    def drop_with(self, optimizer: Optimizer, number: int) -> None:
+        """That optimizer goes in the worker when its proxy does."""
+        if self._loaded is not None:
+            weakref.finalize(optimizer, self._loaded.dropped_optimizers.append, number).atexit = False
 
     def _resume_mode(self, connection: Connection, training: bool | None) -> None:
         """A module that is loaded again gets the mode that its proxies know it to be in."""

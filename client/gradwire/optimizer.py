@@ -17,12 +17,13 @@ __all__ = ["Optimizer"]
 
 
 class Optimizer:
-    """An optimizer in the worker. Its methods wait for what compiled programs have dispatched."""
+    """An optimizer in the worker, as long as this object is there. Its methods wait for what compiled programs have dispatched."""
 
-    __slots__ = ("_number", "_remote", "_target")
+    __slots__ = ("__weakref__", "_number", "_remote", "_target")
 
     def __init__(self, remote: Remote, target: str, number: int) -> None:
         self._remote, self._target, self._number = remote, target, number
+        remote.handle.drop_with(self, number)
 
     def __repr__(self) -> str:
         return f"<gradwire.Optimizer {self._target} of {self._remote.handle.name}>"

@@ -35,7 +35,7 @@ def reply_in(frames: list[bytes], exchange: Exchange) -> tuple[list[bytes], Any]
 
 
 class Released(deque[int]):
-    """Tokens that nobody will name again, to be told with the next message. Appending is safe in finalizers and any thread."""
+    """Numbers that nobody will name again, to be told soon: tokens with the next message. Appending is safe in finalizers and any thread."""
 
     __slots__ = ()
 

@@ -194,7 +194,9 @@ def right_message(client: Intruder, remote: int, chance: random.Random) -> Any:
     if kind == 2:
         return messages.State(number, remote, "load_state_dict", tree, headers)
     if kind == 3:
-        return messages.Release([1, 2, 2**32 - 1])
+        if chance.random() < 0.5:
+            return messages.Release([1, 2, 2**32 - 1])
+        return messages.Forget([0, 10**6, 2**60], [1, 2**60])
     if kind == 8:
         return messages.Trace(number, chance.choice([0, 1, 100, 2**40]))
     word = [["T", [0], 1]] if kind == 4 else [["V", [True, True, False]]] if kind == 5 else []

@@ -25,7 +25,7 @@ from gradwire.commands import main
 from gradwire_wire.rendezvous import find_cards, read_card
 
 TARGETS = """
-import atexit, os, sys, time
+import atexit, os, sys, time, weakref
 import numpy as np
 
 def double(x):
@@ -47,9 +47,16 @@ def leave(code):
 def at_exit(path):
     atexit.register(lambda: open(path, "w").close())
 
+counters = weakref.WeakSet()
+
+def there():
+    return len(counters)
+
 class Counter:
     def __init__(self, start=0):
         self.n = start
+        self.me = [self]
+        counters.add(self)
     def __call__(self, x):
         self.n += 1
         return x + self.n
@@ -261,6 +268,19 @@ def test_a_worker_that_outlives_its_client_in_a_new_process_ends_with_who_starte
         heir = bridge["heir"].pid
         assert is_there(heir)
     until(lambda: not is_there(heir))
+
+
+def test_what_a_client_has_loaded_goes_with_it_and_what_the_file_loads_stays(up: Up) -> None:
+    with gw.connect(up.address) as bridge:
+        there = bridge["first"].function("shared_ops.py:there")
+        before = there()
+        with gw.connect(up.address) as other:
+            own, shared = other["first"].module("shared_ops.py:Counter"), other["first"].module("counter")
+            counted = shared(0)
+            assert own(0) == 1 and there() == before + 1
+            del shared
+        until(lambda: there() == before)
+        assert bridge["first"].module("counter")(0) == counted + 1
 
 
 def test_r60_output_goes_to_the_clients_that_use_the_worker(

@@ -29,6 +29,7 @@ from gradwire_wire.messages import (
     Call,
     Done,
     Failed,
+    Forget,
     Hello,
     Load,
     Refused,
@@ -257,6 +258,44 @@ def test_a_page_that_is_awake_is_not_forgotten_for_another() -> None:
 
 
 # ---- Messages --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_forgotten_is_gone_and_nothing_else(folder: Path, client: Client) -> None:
+    other = Client(folder)
+    mine, kept, theirs = client.load("double"), client.load("double"), other.load("double")
+    for remotes, optimizers in (([theirs, 0, 10**9], [1, 2**60]), ([mine, mine], []), ([], [])):
+        sockets.send_nowait(client.dealer, [messages.pack(Forget(remotes, optimizers))])
+    answer, _ = client.call(mine, full(1))
+    assert type(answer) is Failed and f"has no remote {mine}" in answer.message
+    assert client.call(kept, full(1))[1][0].sum() == 2 * N
+    assert other.call(theirs, full(1))[1][0].sum() == 2 * N, "another client's"
+    assert client.load("double") > theirs, "no number is given again"
+    other.close()
+    answer, _ = client.call(theirs, full(1))
+    while type(answer) is not Failed:  # until the worker has seen that it is gone
+        answer, _ = client.call(theirs, full(1))
+    assert f"has no remote {theirs}" in answer.message
+
+
+def test_a_plan_is_forgotten_with_its_program(folder: Path, client: Client) -> None:
+    ours, theirs = lane_pair(5000)
+    assert client.exchange.pass_lane(theirs.fileno())
+    theirs.close()
+    remote, lent = client.load("identity"), client.lend(np.ones(4, "f4"))[0]
+    call = Call(next(client.numbers), remote, positional(1), [], 0, 0, 0, None, 0, None, lent, [], [])
+    ours.send_nowait([messages.pack(messages.Plan(*call, 7, ours.inlined, ours.room))])
+    received = ours.receive()
+    assert type(received) is list and type(messages.unpack(received[0])) is Done
+    layout = plans.layout_of(plans.avals_of(lent), ours.inlined, ours.room)
+    assert layout is not None
+    ours.send_nowait([messages.pack(Forget([remote], []))])
+    plans.CALL.pack_into(ours.outgoing, 0, plans.SHORT_CALL, 0, 7, 0, next(client.numbers), 0, *[0] * 8)
+    ours.send_short_nowait(layout.nbytes)
+    received = ours.receive()
+    assert type(received) is list
+    answer = messages.unpack(received[0])
+    assert type(answer) is Failed and "a plan that is unknown" in answer.message
+    ours.close()
 
 
 def test_what_a_handler_raises_while_a_page_is_looked_at_is_shown(capfd: pytest.CaptureFixture[str]) -> None:

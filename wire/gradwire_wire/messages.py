@@ -144,6 +144,13 @@ class Ping(NamedTuple):
     call_id: int
 
 
+class Forget(NamedTuple):
+    """Client: these remotes, and these optimizers, will not be named again. No reply."""
+
+    remotes: list[int]
+    optimizers: list[int]
+
+
 class Release(NamedTuple):
     """Client: these tokens will not be named again. No reply."""
 
@@ -230,6 +237,7 @@ KINDS: dict[int, type] = {
     6: Plan,
     7: Trace,
     8: Ping,
+    9: Forget,
     16: Done,
     17: Failed,
     18: Long,
@@ -291,7 +299,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("lanes", "pages"), _is(bool)),
     "training": _optional(_is(bool)),
     "seed": _optional(_natural),
-    "released": _naturals,
+    **dict.fromkeys(("released", "remotes", "optimizers"), _naturals),
     "chain": lambda x: type(x) is list and all(type(c) is bytes for c in x),
     "token": _token,
 }

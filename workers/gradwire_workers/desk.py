@@ -13,6 +13,7 @@ reply can block: a client that is gone or does not read loses its reply, and its
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ from gradwire_wire.errors import DtypeError, ProtocolError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.lane import Lane
 from gradwire_wire.machine import read_memory
-from gradwire_wire.messages import Call, Done, Load, Ping, Plan, Release, Spec, State, Trace
+from gradwire_wire.messages import Call, Done, Forget, Load, Ping, Plan, Release, Spec, State, Trace
 from gradwire_wire.page import WorkerPage
 from gradwire_wire.sockets import Addressee
 from gradwire_wire.structures import fill_call, flatten, leaf_count
@@ -38,10 +39,10 @@ from gradwire_workers.far import FarDoor
 from gradwire_workers.loaded import Loaded
 from gradwire_workers.operands import Operands
 from gradwire_workers.permissions import Permissions
-from gradwire_workers.program import Engine
+from gradwire_workers.program import Engine, Program
 from gradwire_workers.reception import Reception
 from gradwire_workers.residuals import Residuals
-from gradwire_workers.sessions import Line, Session, line_of
+from gradwire_workers.sessions import Line, Session, forget_plans, line_of
 from gradwire_workers.state import CHANGES
 from gradwire_workers.state import State as ModuleState
 from gradwire_workers.turns import TURN_S, Turns
@@ -116,6 +117,7 @@ class Desk:
             Load: self._load,
             State: self._change_state,
             Release: self._release,
+            Forget: self._forget_remotes,
             Trace: self._trace,
             Ping: self._ping,
         }
@@ -179,9 +181,10 @@ class Desk:
         traceback.print_exception(type(error), error, error.__traceback__)
 
     def _forget(self, session: Session) -> None:
-        """A client is gone: its residuals go, and its loans."""
+        """A client is gone: its residuals go, its loans, and what it has loaded."""
         self._residuals.end(session.client_id)
         session.exchange.end()
+        self._let_go(list(self.loaded.end(session.client_id).values()))
 
     # -- lanes and doors -------------------------------------------------------------------------
 
@@ -334,6 +337,7 @@ class Desk:
         args, kwargs = fill_call(load.structure, [self._engine.adopt(c) for c in all_there(carriers)])
         with self.users_code.running(session, load.call_id):
             number = self.loaded.load(load.kind, load.target, args, kwargs)
+        self.loaded.give(number, session.client_id)
         program = self.loaded[number]
         facts = {
             "remote": number,
@@ -355,11 +359,33 @@ class Desk:
         program = self.loaded[state.remote]
         with self.users_code.running(session, state.call_id, is_interruptible=state.verb not in CHANGES):
             tree = self._state.act(program, state.verb, args, kwargs)
+        if state.verb == "functional":
+            self.loaded.give(tree, session.client_id)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
         return self.answers.done(session, state.call_id, leaves, structure)
 
     def _release(self, session: Session, release: Release, carriers: list[Carrier | None], _: Any) -> None:
         self._residuals.release(release.released, session.client_id)
+
+    def _forget_remotes(
+        self, session: Session, forget: Forget, carriers: list[Carrier | None], _: Any
+    ) -> None:
+        gone = self.loaded.forget(forget.remotes, session.client_id)
+        programs = list(gone.values())
+        if gone:
+            lanes = [lane for lane, owner in self._reception.lanes.values() if owner is session]
+            forget_plans([*lanes, *session.dealers.values()], programs)
+            self._residuals.forget(gone)
+            gone.clear()
+        self._let_go(programs, forget.optimizers)
+
+    def _let_go(self, programs: list[Program], optimizers: Sequence[int] = ()) -> None:
+        """Of what nobody can name. Modules are large, and parts of cycles: their memory is wanted now."""
+        self._state.forget(optimizers, programs)
+        has_modules = bool(optimizers) or any(program.is_module for program in programs)
+        programs.clear()
+        if has_modules:
+            gc.collect()
 
     def _ping(self, session: Session, ping: Ping, *_: Any) -> Reply:
         return self.answers.done(session, ping.call_id, (), flatten(None, _never)[0])

@@ -1,8 +1,12 @@
-"""What a worker has loaded: programs by number, and by name those that it loaded at the start."""
+"""What a worker has loaded: programs by number, and by name those that it loaded at the start.
+
+What a client has loaded is let go of when the client says so (it has no remote of it any more), or is gone. What is there by name stays.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, Iterable
 
 from gradwire_wire.errors import ProtocolError, UnknownTargetError, UsageError
 from gradwire_workers.permissions import Permissions
@@ -21,6 +25,8 @@ class Loaded:
     def __init__(self, worker: str, engine: Engine, permissions: Permissions | None) -> None:
         self._worker, self._engine, self._permissions = worker, engine, permissions
         self._programs: dict[int, Program] = {}
+        self._numbers = itertools.count(1)  # none is given again
+        self._owners: dict[int, bytes] = {}  # clients, by the numbers of what they have loaded
         self._named: dict[str, int] = {}
         self.was_used = False
 
@@ -34,9 +40,25 @@ class Loaded:
 
     def register(self, program: Program) -> int:
         """The number that clients know it by."""
-        number = len(self._programs) + 1
+        number = next(self._numbers)
         self._programs[number] = program
         return number
+
+    def give(self, number: int, client: bytes) -> None:
+        """It was made for that client, who may have it forgotten; not so what was loaded at the start."""
+        if number not in self._named.values():
+            self._owners[number] = client
+
+    def forget(self, numbers: Iterable[int], client: bytes) -> dict[int, Program]:
+        """Let go of those that are the client's: nobody will name them. Returns them."""
+        gone = {number for number in numbers if self._owners.get(number) == client}
+        for number in gone:
+            del self._owners[number]
+        return {number: self._programs.pop(number) for number in gone}
+
+    def end(self, client: bytes) -> dict[int, Program]:
+        """The client is gone, and so is everything of its. Returns that."""
+        return self.forget([number for number, owner in self._owners.items() if owner == client], client)
 
     def find(self, target: str) -> Any:
         """What a client's target names. Raises what the import raises, UnknownTargetError, or that it is not allowed."""

@@ -8,7 +8,7 @@ already go first, the least recently used of them first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Iterable, NamedTuple, Sequence
+from typing import Collection, Iterable, NamedTuple, Sequence
 
 from gradwire_wire.carriers import Aval
 from gradwire_workers.program import Residual
@@ -100,6 +100,12 @@ class Residuals:
                 entry = shelf.kept.get(token)
                 if entry is not None and entry[0].owner == owner:
                     shelf.take(token)
+
+    def forget(self, remotes: Collection[int]) -> None:
+        """Nobody will name what was kept of these."""
+        for shelf in (self._fresh, self._pulled):
+            for token in [token for token, (kept, _) in shelf.kept.items() if kept.remote in remotes]:
+                shelf.take(token)
 
     def end(self, owner: bytes) -> None:
         """The owner is gone, and so is everything of its."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Collection, NamedTuple
 
 import numpy as np
 
@@ -93,6 +93,12 @@ class State:
                 f"{verb}() needs a module: load it with worker.module(...), not worker.function(...)"
             )
         return self._verbs[verb](program, *args, **kwargs)
+
+    def forget(self, numbers: Collection[int], programs: Collection[Program]) -> None:
+        """Let go of these optimizers, and of all of these programs: nobody will name them."""
+        gone = [n for n, made in self._optimizers.items() if n in numbers or made.program in programs]
+        for number in gone:
+            del self._optimizers[number]
 
     def _load_state_dict(self, program: Program, state: dict[str, Any], strict: bool = True) -> None:
         new = {name: self._as_in_state(program, name, x) for name, x in state.items()}

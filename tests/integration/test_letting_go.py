@@ -1,0 +1,107 @@
+"""What a worker has loaded for a program goes when nobody in the program can name it any more."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire as gw
+
+X = np.arange(6, dtype="f4").reshape(2, 3)
+
+
+@pytest.fixture
+def worker(worker_of: Callable[[str], gw.Worker]) -> gw.Worker:
+    return worker_of("torch")
+
+
+@pytest.fixture
+def there(worker: gw.Worker) -> Callable[[], list[int]]:
+    """How many modules and optimizers there are in the worker, more than at the beginning."""
+    count = worker.function("dropped:there")
+    before = count()
+    return lambda: [now - then for now, then in zip(count(), before, strict=True)]
+
+
+def until(there: Callable[[], list[int]], wanted: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while (found := there()) != wanted:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def test_modules_and_optimizers_go_with_their_proxies(
+    worker: gw.Worker, there: Callable[[], list[int]]
+) -> None:
+    net = worker.module("dropped:Net")
+    first = net.optimizer("dropped:SGD", lr=0.1)
+    second = net.optimizer("dropped:SGD", lr=0.2)
+    y, pullback = net.vjp(X)
+    pullback(np.ones_like(y))
+    assert there() == [1, 2]
+    del first
+    until(there, [1, 1])
+    del net, pullback
+    assert there() == [1, 1], "its optimizer is there"
+    second.step()
+    del second
+    until(there, [0, 0])
+
+
+def test_one_module_after_the_other_takes_the_room_of_one(
+    worker: gw.Worker, there: Callable[[], list[int]]
+) -> None:
+    for _ in range(5):
+        net = worker.module("dropped:Net")
+        for _ in range(3):
+            net(X)  # also as a plan
+        net.optimizer("dropped:SGD", lr=0.1)
+        del net
+    assert sum(there()) <= 2, "before the next is loaded the worker is told"
+    until(there, [0, 0])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net: net(torch.ones(2, 3)).sum(),  # a graph
+        lambda net: gw.torch.Module(net),
+        lambda net: net.options(seed=3),
+        lambda net: net.submit(X),
+        lambda net: net.vjp(X)[1],
+    ],
+    ids=["graph", "torch module", "options", "future", "pullback"],
+)
+def test_what_can_still_be_used_is_there(
+    worker: gw.Worker, there: Callable[[], list[int]], use: Callable[[Any], Any]
+) -> None:
+    net = worker.module("dropped:Net")
+    kept = use(net)
+    del net
+    gc.collect()
+    worker.module("dropped:Net")  # whatever is to be told is told before
+    assert there()[0] >= 1
+    if isinstance(kept, torch.Tensor):
+        kept.backward()
+    elif isinstance(kept, torch.nn.Module):
+        assert kept(torch.ones(2, 3)).shape == (2, 2)
+    elif isinstance(kept, gw.Remote):
+        assert kept(X).shape == (2, 2)
+    elif isinstance(kept, gw.Pullback):
+        kept(np.ones((2, 2), "f4"))
+    else:
+        assert kept.result().shape == (2, 2)
+    del kept
+    gc.collect()
+    until(there, [0, 0])
+
+
+def test_functions_are_loaded_again_and_again(worker: gw.Worker) -> None:
+    for i in range(300):
+        assert worker.function("any_framework:double")(np.float32(i)) == 2 * i
