@@ -51,7 +51,7 @@ def _save_all(path: Path, named: dict[str, np.ndarray]) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in named.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
+                np.lib.format.write_array(file, array)  # of numbers: `_array` has seen to that
 
 
 def _named(result: Any) -> dict[str, np.ndarray]:
