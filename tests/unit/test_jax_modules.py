@@ -643,6 +643,17 @@ def test_a_rate_that_is_set_ends_a_schedule() -> None:
         optimizer.set({"lr": 0.5})
 
 
+def test_a_schedule_overrides_no_rates_of_groups() -> None:
+    program = load(make("plain"))
+    first, *others = program.parameters()
+    groups = [{"names": [first], "lr": 0.001}, {"names": others}]
+    optimizer = program.optimizer(optax.sgd, {"learning_rate": 0.1}, groups)
+    with pytest.raises(UsageError, match="groups have some of their own"):
+        optimizer.schedule(optax.constant_schedule, {"value": 0.25})
+    optimizer.set({"lr": 0.1})
+    optimizer.schedule(optax.constant_schedule, {"value": 0.25})
+
+
 def injected(learning_rate: float, momentum: float = 0.5) -> Any:
     """Its state has the options."""
     return optax.inject_hyperparams(optax.sgd)(learning_rate, momentum=momentum)

@@ -197,6 +197,11 @@ class OptaxOptimizer:
             )
         if self._alias not in _parameters_of(self._target):
             raise UsageError(f"{self._name} has no {self._alias} that a schedule could give")
+        if any(g.options.get(self._alias) != self._groups[0].options.get(self._alias) for g in self._groups):
+            raise UsageError(
+                f"{name}: a schedule gives the {self._alias} itself, and groups have some of their own. Make an optimizer "
+                f"without them or one for each group, or call set({self._alias}=...) first"
+            )
         self._schedule, self._scheduled_at = schedule, self._steps
         self._compiled = jax.jit(self._updated)
 
