@@ -47,7 +47,8 @@ class Module(Fixed):
     or the inputs, or use autocast in the worker's own code.
 
     buffers="worker": BatchNorm's statistics and the like stay in the worker, where each forward in training mode moves them
-    once; ``state_dict()`` fetches them and ``load_state_dict()`` sends them, and deep copies share them. So it is with extra states
+    once; ``state_dict()`` fetches them and ``load_state_dict()`` sends them, and deep copies share them, among them those that
+    ``swa_utils.AveragedModel`` makes (whose ``use_buffers=True`` finds none). So it is with extra states
     (``get_extra_state``), which are always the worker's.
     buffers="explicit": they are this module's buffers, passed in and taken back at each call; nothing moves in the worker.
 
