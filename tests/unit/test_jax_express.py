@@ -181,3 +181,19 @@ def test_r54_threads_register_the_target_once(monkeypatch: pytest.MonkeyPatch) -
     assert express._registered()
     other.join()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("setting", ["auto", "on"])
+def test_a_package_that_fails_to_import_is_done_without_unless_it_was_asked_for(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jax_tvm_ffi.py").write_text("raise AttributeError('of another torch')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "jax_tvm_ffi", raising=False)
+    monkeypatch.setenv(express.VARIABLE, setting)
+    if setting == "on":
+        with pytest.raises(AttributeError, match="of another torch"):
+            express._register()
+    else:
+        with pytest.warns(RuntimeWarning, match="fails to import.*of another torch.*GRADWIRE_JAX_FFI=off"):
+            assert not express._register()

@@ -24,6 +24,7 @@ import os
 import secrets
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -99,11 +100,21 @@ def _registered() -> bool:
 
 
 def _register() -> bool:
-    """False where the package for it is not installed."""
+    """False where the package for it is not installed, or, unless it was asked for, does not fit what else is: a warning says so."""
     try:
         import jax_tvm_ffi
         import tvm_ffi
     except ImportError:
+        return False
+    except Exception as error:  # it imports torch, and its own code is compiled
+        if os.environ.get(VARIABLE) == "on":
+            raise
+        warnings.warn(
+            f"jax-tvm-ffi, by which compiled programs call faster, is installed and fails to import ({type(error).__name__}: "
+            f"{error}); they call without it. {VARIABLE}=off leaves it alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return False
     # Owned tensors: one that outlives the call is then an error, not a look at memory that is XLA's again.
     specification = ["attrs.number", "args", "rets"]
