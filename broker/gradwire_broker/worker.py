@@ -43,7 +43,7 @@ from gradwire_wire.lifeline import (
     WorkerConfig,
     WorkerReady,
 )
-from gradwire_wire.process import DUMP_STACK, RAISE_LIMIT, lacks_descriptors, open_pidfd
+from gradwire_wire.process import DUMP_STACK, INTERRUPT, RAISE_LIMIT, lacks_descriptors, open_pidfd
 from gradwire_wire.spawn import Lent, shown, spawn
 
 __all__ = ["CannotLaunch", "Place", "Worker"]
@@ -319,9 +319,9 @@ class Worker:
             pass
 
     def interrupt(self) -> None:
-        """SIGINT, for the call that runs."""
+        """For the call that runs, if it was abandoned."""
         if self.ready is not None:
-            self._signal(signal.SIGINT)
+            self._signal(INTERRUPT)
 
     def _signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)  # its child's pid is the broker's until the broker itself reaps it

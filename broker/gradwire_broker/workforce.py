@@ -176,7 +176,7 @@ class Workforce:
                 worker.kill()
 
     def interrupt(self, _: bytes, message: control.Interrupt) -> None:
-        """Send it SIGINT."""
+        """Have it look whether the call that runs was abandoned."""
         if message.incarnation in self._workers:
             self._workers[message.incarnation].interrupt()
 

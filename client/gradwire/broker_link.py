@@ -177,7 +177,7 @@ class BrokerLink:
         )
 
     def interrupt(self, incarnation: bytes) -> None:
-        """SIGINT to the worker, if it is ready and there. Does not wait."""
+        """Have the worker look whether the call that runs was abandoned, if it is ready and there. Does not wait."""
         self._channel.check_process()
         self._channel.send_soon(control.Interrupt(incarnation))
 

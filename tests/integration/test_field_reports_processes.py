@@ -338,6 +338,22 @@ def test_r69_user_code_that_takes_the_signal_away_does_not_keep_it(
     assert (remote("double")(X) == 2 * X).all()
 
 
+@pytest.mark.parametrize("how", ["SIG_DFL", "default_int_handler"])
+def test_r69_the_deadline_of_a_call_that_waits_interrupts_no_other(
+    remote: Callable[[str], gw.Remote], how: str, tmp_path: pathlib.Path
+) -> None:
+    """Whatever the code of the one that runs does with the signal."""
+    stays, double = remote("stay_with"), remote("double")
+    running = stays.submit(X, how, str(tmp_path / "begun"), str(tmp_path / "end"))
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    with pytest.raises(gw.DeadlineError):
+        double.options(timeout=0.2)(X)
+    time.sleep(1.5)  # the signal is sent again every second
+    (tmp_path / "end").touch()
+    assert (running.result(60) == X).all() and (double(X) == 2 * X).all()
+
+
 @pytest.mark.parametrize("base", ["TimeoutError", "BaseException"])
 def test_a_handler_that_user_code_left_raises_between_calls(
     bridge: gw.Bridge, tmp_path: pathlib.Path, base: str

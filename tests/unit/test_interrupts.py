@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gradwire_wire.interruption import postpone, postponed, raise_postponed
+from gradwire_wire.process import INTERRUPT
 from gradwire_wire.segments import OwnSegment
 from gradwire_wire.segments.system import Mapping
 from gradwire_wire.tether import OwnedSocket
@@ -29,9 +30,10 @@ class _Ledger:
 
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, INTERRUPT)}
     yield Interrupts()
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _begin(interrupts: Interrupts, call_id: int) -> Any:
@@ -50,6 +52,25 @@ def test_a_signal_hits_the_call_that_was_abandoned(interrupts: Interrupts) -> No
     interrupts.end()
     _begin(interrupts, 6)
     signal.raise_signal(signal.SIGINT)
+
+
+def test_the_brokers_signal_is_one_for_the_call_that_was_abandoned_alone(interrupts: Interrupts) -> None:
+    ledger, heard = _begin(interrupts, 5), []
+    signal.signal(signal.SIGINT, lambda *_: heard.append("by user code"))
+    signal.raise_signal(INTERRUPT)
+    assert heard == []
+    ledger.cancelled = 5
+    signal.raise_signal(INTERRUPT)
+    assert heard == ["by user code"]
+    signal.signal(INTERRUPT, signal.SIG_IGN)
+    interrupts.end()
+    _begin(interrupts, 6).cancelled = 6
+    with pytest.raises(KeyboardInterrupt) as met:
+        signal.raise_signal(INTERRUPT)
+    postpone(met.value)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(INTERRUPT)
+    interrupts.end()
 
 
 def test_one_that_a_finalizer_met_is_raised_by_the_next_signal(interrupts: Interrupts) -> None:

@@ -105,7 +105,7 @@ class Cancel(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Client: SIGINT to that worker. No answer."""
+    """Client: that worker is to look whether the call that runs was abandoned. No answer."""
 
     incarnation: bytes
 

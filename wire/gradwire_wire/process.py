@@ -9,6 +9,7 @@ import signal
 
 __all__ = [
     "DUMP_STACK",
+    "INTERRUPT",
     "RAISE_LIMIT",
     "check_descriptors",
     "die_with_parent",
@@ -25,6 +26,10 @@ NR_PIDFD_OPEN = 434  # the same on every architecture
 ENOUGH_DESCRIPTORS = 65536
 DUMP_STACK = signal.SIGUSR2
 """A worker whose start takes too long answers it by writing the stacks of its threads."""
+
+INTERRUPT = signal.SIGURG
+"""By which a broker asks a worker to end the call that runs, if that was abandoned. It is not SIGINT, for which the code of another call may have
+a handler of its own just then; and who has none for this one ignores it."""
 
 
 def reset_signals() -> None:

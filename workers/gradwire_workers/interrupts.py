@@ -2,8 +2,9 @@
 
 User code may set a handler of its own, or have SIGINT ignored, and leave it so: ours is set again before each call.
 
-The client writes the id of the call it abandons into its ledger and asks the broker for SIGINT. The
-handler raises only while that very call is marked running, so a late signal hits nobody else's call.
+The client writes the id of the call it abandons into its ledger and asks the broker for `INTERRUPT`. Its handler here raises SIGINT only while that
+very call is marked running: so a late signal, or one for a call that has not begun, hits nobody else's call, whatever that one does
+with SIGINT. Nor does our handler of SIGINT, should it come from elsewhere.
 
 A child that returns from user code, or leaves it by an exception (``sys.exit()``), would go on as a second worker at the same
 sockets and answer the same call. It ends there, with the exit code that it would have as a script.
@@ -19,11 +20,12 @@ from _signal import getsignal  # type: ignore[import-not-found]  # (signal.getsi
 from typing import Any
 
 from gradwire_wire.interruption import postponed
+from gradwire_wire.process import INTERRUPT
 from gradwire_wire.segments import Ledger
 
 __all__ = ["Interrupts", "leave"]
 
-_SIGINT = int(signal.SIGINT)
+_SIGINT, _INTERRUPT = int(signal.SIGINT), int(INTERRUPT)
 _forked: list[int] = []  # the process id of this process, where it is a child that was forked
 
 
@@ -35,20 +37,24 @@ os.register_at_fork(after_in_child=_note_child)
 
 
 class Interrupts:
-    """Which call is running, and the signal handler that looks there."""
+    """Which call is running, and the signal handlers that look there."""
 
     def __init__(self) -> None:
         self._running: tuple[Ledger, int] | None = None
         self._raised_for: tuple[Ledger, int] | None = None
         self._pid = os.getpid()
         self._handler = self._on_signal  # one object: a bound method is another one each time
-        signal.signal(signal.SIGINT, self._handler)
+        self._asked = self._on_request
+        signal.signal(_SIGINT, self._handler)
+        signal.signal(_INTERRUPT, self._asked)
 
     def begin(self, ledger: Ledger, call_id: int) -> None:
         """User code starts; KeyboardInterrupt may come from here on, or at once if it was abandoned already."""
         self._running = (ledger, call_id)
         if getsignal(_SIGINT) is not self._handler:
             signal.signal(_SIGINT, self._handler)
+        if getsignal(_INTERRUPT) is not self._asked:
+            signal.signal(_INTERRUPT, self._asked)
         if ledger.is_cancelled(call_id):
             raise KeyboardInterrupt
 
@@ -58,6 +64,12 @@ class Interrupts:
         postponed.clear()  # the call that it was meant for is over
         if _forked and _forked[0] != self._pid:
             leave(sys.exc_info()[1])
+
+    def _on_request(self, _signum: int, _frame: Any) -> None:
+        """The broker asks: whatever handles SIGINT now hears of it, if it is the running call's concern."""
+        running = self._raised_for if self._running is None and postponed else self._running
+        if running is not None and running[0].is_cancelled(running[1]):
+            signal.raise_signal(_SIGINT)
 
     def _on_signal(self, _signum: int, _frame: Any) -> None:
         running = self._running

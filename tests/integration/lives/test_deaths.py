@@ -170,7 +170,9 @@ def test_a_workers_exit_handlers_run_when_it_is_asked(
 def test_r62_interrupt_reaches_the_main_thread(link: Any, worker: Callable[..., Any], tmp_path: Path) -> None:
     note = tmp_path / "pid"
     code = f"""
-import os, time
+import os, signal, time
+from gradwire_wire.process import INTERRUPT
+signal.signal(INTERRUPT, signal.default_int_handler)
 try:
     open({str(note)!r}, "w").write(str(os.getpid()))
     time.sleep(600)

@@ -72,6 +72,15 @@ def die_once(x: Any, note: str) -> Any:
     return x
 
 
+def stay_with(x: Any, how: str, begun: str, end: str) -> Any:
+    """Until that file is there, with a handler of SIGINT of its own."""
+    signal.signal(signal.SIGINT, getattr(signal, how))
+    Path(begun).touch()
+    while not Path(end).exists():
+        time.sleep(0.01)
+    return x
+
+
 def many(count: int) -> Any:
     return np.ones(count)
 
