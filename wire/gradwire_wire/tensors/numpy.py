@@ -89,7 +89,7 @@ def _remedy(dtype: np.dtype) -> str:
     if dtype.kind in "SUT":
         return "Send a list of its strings, x.tolist(), or numbers that stand for them"
     if dtype.kind == "O":
-        return "It holds Python objects: convert it, say with x.astype('float64'), or send a list of arrays"
+        return "It holds Python objects: convert it, say with x.astype('float64'), or send a list: of arrays, or of text (x.tolist())"
     if dtype.kind in "fc":
         return (
             "Convert it to a type every framework has, say with x.astype('float64') or x.astype('complex128')"
