@@ -98,6 +98,10 @@ def test_after_a_step_in_the_worker_so_are_jacobians_of_rows_and_second_derivati
     for transform in (torch.func.jacrev, torch.func.jacfwd):
         rows = torch.func.vmap(transform(net))(torch.tensor(xs)).detach()
         np.testing.assert_allclose(rows, each, atol=1e-8)
+    rows = torch.func.jacrev(torch.func.vmap(net))(torch.tensor(xs)).detach()
+    np.testing.assert_allclose(np.einsum("rirj->rij", rows), each, atol=1e-8)
+    summed = torch.func.grad(lambda xs: torch.func.vmap(net)(xs).sum())(torch.tensor(xs)).detach()
+    np.testing.assert_allclose(summed, each.sum(1), atol=1e-8)
     second = jacobian_of(lambda x: np.asarray(jax.jacrev(net)(x)), X)
     for hessian in (jax.hessian(net), jax.jit(jax.hessian(net)), jax.jacrev(jax.jacrev(net))):
         np.testing.assert_allclose(hessian(X), second, atol=1e-7)
@@ -127,6 +131,22 @@ def test_a_jacobian_has_the_mask_of_its_forward(worker_of: Workers, framework: s
     mask = np.asarray(y) / x**2
     assert set(mask) == {0.0, 2.0}
     np.testing.assert_allclose(np.asarray(jacobian), np.diag(2 * mask * x))
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "numpy"])
+def test_the_gradient_of_a_batch_has_the_masks_of_its_rows(worker_of: Workers, framework: str) -> None:
+    f = worker_of(framework).function(f"jacobians_{framework}:noisy")
+    xs = torch.arange(1.0, 65.0, dtype=torch.float64).reshape(4, 16)
+
+    def total(xs: Any) -> Any:
+        ys = torch.func.vmap(f)(xs)
+        return ys.sum(), ys
+
+    bars, ys = torch.func.grad(total, has_aux=True)(xs)
+    assert set((ys / xs**2).flatten().tolist()) == {0.0, 2.0}
+    np.testing.assert_allclose(bars, 2 * ys / xs)
+    rows, ys = torch.func.jacrev(lambda xs: (torch.func.vmap(f)(xs),) * 2, has_aux=True)(xs)
+    np.testing.assert_allclose(rows.sum((0, 1)), 2 * ys / xs)
 
 
 def test_a_jacobian_is_of_the_branch_that_was_taken(worker_of: Workers) -> None:

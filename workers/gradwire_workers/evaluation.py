@@ -123,6 +123,8 @@ def _from_residual(
     """From the graph kept under the call's token; None where there is none or it does not serve."""
     rows = call.token if type(call.token) is list else None
     token = call.token if rows is None else rows[0][0]
+    if rows is not None and call.token_ops and _is_whole_batch(rows):
+        rows = None  # of the batch itself, and not of each row, a derivative is asked for
     kept, step = residuals.find(token, call.remote), _step_after(word, call.token_ops)
     if kept is None or step is None:
         return None
@@ -202,6 +204,11 @@ def _has_no_rows(linear: Sequence[Any], depth: int) -> bool:
 
 def _stacked(program: Program, rows: Sequence[list[Any]], axis: int) -> list[Any]:
     return [None if column[0] is None else program.stack(column, axis) for column in zip(*rows)]
+
+
+def _is_whole_batch(rows: list[Any]) -> bool:
+    """Whether these are the rows of one kept batch, in their order."""
+    return all(row[0] == rows[0][0] and row[1] == i for i, row in enumerate(rows))
 
 
 def _without_gaps(
