@@ -157,13 +157,17 @@ def xla_way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """SIGINT is heard here, and by what is started meanwhile: a shell ignores it for what it puts into the background."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """SIGINT is heard here, and by what is started meanwhile: a shell ignores it for what it puts into the background.
+
+    So is SIGHUP by what is started, which nohup ignores.
+    """
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}
+    ignored = [number for number in heard if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, heard[number])
     yield
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, before)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 # ---- What only the next broker can remove --------------------------------------------------------------------------
