@@ -445,6 +445,35 @@ def test_modules_without_modes() -> None:
     assert call(pair, np.ones((1, 3))).shape == (1, 2)
 
 
+class NoisyNnx(nnx.Module):
+    def __init__(self) -> None:
+        self.rngs = nnx.Rngs(0)
+
+    def __call__(self, x: Any) -> Any:
+        return x + jax.random.normal(self.rngs.noise(), x.shape)
+
+
+class NoisyEquinox(eqx.Module):
+    def __call__(self, x: Any, *, key: Any) -> Any:
+        return x + jax.random.normal(key, x.shape)
+
+
+@pytest.mark.parametrize(
+    "make_obj",
+    [
+        NoisyNnx,
+        NoisyEquinox,
+        lambda: ((lambda p, x, key: x * p + jax.random.normal(key, x.shape)), jnp.ones(3)),
+    ],
+)
+def test_what_is_random_is_in_training_mode_for_no_two_of_its_calls_are_one(make_obj: Any) -> None:
+    program = load(make_obj())
+    assert program.training is True
+    assert (call(program) != call(program)).all()
+    program.train(False)
+    assert program.training is False
+
+
 def test_the_mode_a_module_comes_in() -> None:
     module = targets.make_nnx()
     module.eval()

@@ -34,6 +34,10 @@ class EquinoxModel(Model):
             self.buffers.update(self._state.arrays)
         self._signature = CallSignature(module.__call__)
         self.training = self._mode_of(module, state)
+        if self.training is None and self._signature.needs(
+            KEYS
+        ):  # it is random: no two calls are the same one
+            self.training = True
 
     def _mode_of(self, module: Any, state: Any) -> bool | None:
         inference, training = (_flags(self._in_mode(module, mode)) for mode in (False, True))

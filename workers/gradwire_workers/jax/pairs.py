@@ -22,7 +22,8 @@ class Applied(Model):
     """See `gradwire_workers.jax.models.Model`.
 
     ``apply(params, *args)``, or ``apply(params, state, *args) -> (result, state)``. A parameter of apply that is called
-    as in `KEYS` or tells the mode is filled in. Where nothing tells it, the mode says whether the state moves.
+    as in `KEYS` or tells the mode is filled in. Where nothing tells it, the mode says whether the state moves. What takes a key
+    is in training mode: no two of its calls are the same one.
     """
 
     is_pure = False
@@ -38,7 +39,8 @@ class Applied(Model):
         self._state = None if state is _MISSING else Tree(state, _state_name)
         self.buffers.update({} if self._state is None else self._state.arrays)
         self._signature = CallSignature(apply, 1 if self._state is None else 2)
-        self.training = True if self._signature.modes or self._state is not None else None
+        is_random = self._signature.first_of(KEYS) is not None
+        self.training = True if self._signature.modes or is_random or self._state is not None else None
 
     def tree_of(self, parameters: dict[str, Any]) -> Any:
         return self._params.only(parameters)
