@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.torch import anchors
 from gradwire_wire.errors import RemoteError, ResidualLostError, UsageError
 from gradwire_wire.structures import flatten, positional
 from tests.doubles.torch_remote import TorchRemote as Remote
@@ -516,6 +519,30 @@ def test_r44_the_first_stage_trains(remote: Callable[..., Remote]) -> None:
     assert head.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("around", ["grad", "vmap", "fake", "meta"])
+def test_r44_a_first_call_inside_of_something_leaves_later_ones_alone(
+    remote: Callable[..., Remote], around: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is made once, at the first call, is not of the transform or mode that is around it."""
+    monkeypatch.setattr("gradwire.torch.anchor", cache(anchors.anchor.__wrapped__))
+    there, here, x = module(), module(), double(5, 4)
+    r = remote(there, accumulate=True, vmap="sequential")
+    if around == "grad":
+        grad(lambda x: r(x).sum())(x)
+    elif around == "vmap":
+        vmap(r)(x)
+    elif around == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            r(x)
+    else:
+        with torch.device("meta"):
+            r(x)
+    for net in (r, here):
+        net(x).pow(2).sum().backward()
+    equal(gradients(there), gradients(here), **EXACT)
+
+
 def test_a_middle_stage_accumulates_over_calls(remote: Callable[..., Remote]) -> None:
     there, here = module(), module()
     r = remote(there, accumulate=True, stateful=True, training=True)
@@ -535,7 +562,7 @@ def test_asking_for_an_input_alone_leaves_the_parameters_alone(
     how: str, remote: Callable[..., Remote]
 ) -> None:
     there, here = module(), module()
-    r = remote(there, accumulate=True)
+    r = remote(there, accumulate=True, vmap="sequential")
     x = double(5, 4).requires_grad_()
     for net in (r, here):
         if how == "grad":
@@ -550,7 +577,7 @@ def test_asking_for_an_input_alone_leaves_the_parameters_alone(
 
 def test_gradient_penalty_reaches_the_parameters(remote: Callable[..., Remote]) -> None:
     there, here = module(), module()
-    r = remote(there, accumulate=True)
+    r = remote(there, accumulate=True, vmap="sequential")
     for net in (r, here):
         x = double(5, 4).requires_grad_()
         (g,) = torch.autograd.grad(net(x).pow(2).sum(), x, create_graph=True)

@@ -6,7 +6,6 @@ See `gradwire.torch.nodes` for how a call becomes a node of the autograd graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from gradwire.derived import Derived
 from gradwire.site import Site
+from gradwire.torch.anchors import anchor
 from gradwire.torch.compiled import traced
 from gradwire.torch.nodes import apply, is_quiet, record, records_nothing
 from gradwire_wire.errors import RemoteError, UsageError
@@ -52,7 +52,7 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     are_constants = has_plain_graph and not (is_recorded and any([x.requires_grad for x in tensors]))
     if site.accumulate and is_recorded:
         site = site.with_anchor_alone if are_constants else site.with_anchor
-        tensors, are_constants = [_anchor(), *tensors], False
+        tensors, are_constants = [anchor(), *tensors], False
     try:
         if are_constants:
             return handle.invoke(site, (), [export(x) for x in tensors]).tree(adopt)
@@ -106,17 +106,6 @@ def _constant(x: np.ndarray) -> torch.Tensor:
     if torch.is_grad_enabled():
         carrier = carrier._replace(array=carrier.array.copy(order="K"))
     return adopt(carrier)
-
-
-@cache
-def _anchor() -> torch.Tensor:
-    """What stands for the parameters that the worker owns: a scalar whose gradient is always zero.
-
-    Through it the call has a differentiable operand even where it is the first stage, so that
-    ``loss.backward()`` reaches the worker. Not a leaf: a node can be asked whether it will be reached.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        return torch.zeros((), dtype=torch.float32, requires_grad=True).clone()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from gradwire.torch import operator
+from gradwire.torch import anchors, operator
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, leaf_count
 
 __all__ = ["constant", "traced"]
 
-# The anchor (see `gradwire.torch._anchor`). A leaf, for a compiled graph takes it as an input.
-_ANCHOR = torch.zeros((), dtype=torch.float32, requires_grad=True)
+_ANCHOR = anchors.leaf()
 LEAF, CONSTANT, TUPLE, LIST, DICT = "leaf", "constant", "tuple", "list", "dict"
 
 
