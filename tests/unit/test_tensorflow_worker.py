@@ -496,6 +496,62 @@ def test_spec_runs_nothing() -> None:
     assert float(variable) == 0.0 and not seen
 
 
+def lazy() -> Callable[[Any], Any]:
+    """A function that loads its model, all of whose weights are 1, when it is first called."""
+    loaded: list[Any] = []
+
+    def target(x: Any) -> Any:
+        if not loaded:
+            net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            net.set_weights([np.ones((3, 2)), np.ones(2)])
+            loaded.append(net)
+        return loaded[0](x)
+
+    return target
+
+
+@pytest.mark.parametrize("first", ["run", "keep", "spec", "pull", "rows", "compiled"])
+def test_a_model_that_is_loaded_at_the_first_call_has_its_weights(first: str) -> None:
+    """Where that call is traced, giving it the weights would be an operation of a graph that never runs."""
+    program = engine.program(lazy(), is_module=False)
+    x, y_bar, site = tf.ones((4, 3)), tf.ones((4, 2)), site_of(1)
+    if first == "run":
+        close(program.run(site, (), [x])[0], [tf.fill((4, 2), 4.0)])
+    elif first == "keep":
+        result, kept = program.keep(site, (), [x])
+        close(result[0], [tf.fill((4, 2), 4.0)])
+        close(
+            kept.derive(("T", (0,), 1), [y_bar], keep=False, accumulate=False)[0],
+            [tf.fill((4, 3), 2.0)],
+        )
+    elif first == "spec":
+        assert program.spec(site, [Aval((5, 3), BY_NAME["float32"])])[0][0].shape == (5, 2)
+    elif first == "pull":
+        close(program.run(site, (("T", (0,), 1),), [x, y_bar])[0], [tf.fill((4, 3), 2.0)])
+    elif first == "rows":
+        found = program.run(site, (("V", (True,)),), [x[:, None]])[0]
+        close(found, [tf.fill((4, 1, 2), 4.0)])
+    else:
+        close(program.run(site_of(1, compile=True), (), [x])[0], [tf.fill((4, 2), 4.0)])
+    for rows in (4, 2):
+        close(program.run(site, (), [x[:rows]])[0], [tf.fill((rows, 2), 4.0)])
+
+
+def test_a_function_that_makes_variables_at_each_call_is_not_traced() -> None:
+    def target(x: Any) -> Any:
+        variable = tf.Variable(tf.zeros_like(x))
+        variable.assign_add(2 * x)
+        return variable + 0.0
+
+    program = engine.program(target, is_module=False)
+    for rows in (1, 2, 2):
+        close(program.run(site_of(1), (), [tf.ones(rows)])[0], [tf.fill((rows,), 2.0)])
+    compiled = site_of(1, compile=True)
+    program.run(compiled, (), [tf.ones(1)])
+    with pytest.raises(UsageError, match=r"makes variables at each call .* leave compile=True out"):
+        program.run(compiled, (), [tf.ones(1)])
+
+
 # ---- State between forward and pullback ------------------------------------------------------------------------------
 
 

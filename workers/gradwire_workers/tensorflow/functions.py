@@ -16,7 +16,7 @@ from gradwire_wire.tensors.tensorflow import adopt, aval, is_tensor, tf_dtype
 from gradwire_workers.flat import Flat
 from gradwire_workers.keras_layers import derived_anew
 from gradwire_workers.program import Result, WorkerSite
-from gradwire_workers.tensorflow.graphs import Traced
+from gradwire_workers.tensorflow.graphs import MakesVariables, Traced
 from gradwire_workers.tensorflow.modules import Module
 from gradwire_workers.tensorflow.randomness import seeded
 from gradwire_workers.tensorflow.replays import NotReplayable
@@ -90,7 +90,7 @@ class SiteFunction:
         self._target = Target(module, mode, around)
         self._flat = Flat(self._target, site, is_tensor)
         self._eager = site.compile is False
-        self._trace_failed = False
+        self._trace_failed = self._has_made_variables = False
         self._cache: OrderedDict[Hashable, Any] = OrderedDict()
 
     def _function(self, *operands: Any) -> list[Any]:
@@ -150,8 +150,29 @@ class SiteFunction:
 
     def _of(self, avals: Sequence[Aval]) -> Trace:
         specs = [tf.TensorSpec(a.shape, tf_dtype(a.dtype)) for a in avals]
-        trace: Trace = self._cached(((), _signature(specs)), lambda: self._trace((), specs))
+
+        def make() -> Trace:
+            try:
+                return self._trace((), specs)
+            except MakesVariables:
+                if not self._module.has_state:
+                    self._run_at_zeros(specs)
+                return self._trace((), specs, may_make=True)
+
+        trace: Trace = self._cached(((), _signature(specs)), make)
         return trace
+
+    def _run_at_zeros(self, specs: Sequence[Any]) -> None:
+        """A function that loads a model at its first call has it from then on, with its weights."""
+        try:
+            with seeded(self.seed, self._module):
+                self._function(*[tf.zeros(s.shape, s.dtype) for s in specs])
+        except Exception as error:
+            raise UsageError(
+                "the target makes variables at its first call (a model that is loaded when it is needed?), and so its results' shapes "
+                f"cannot be told before; with zeros it raised {type(error).__name__}: {error}. Load the model when its file is imported, "
+                "or call the function once before this"
+            ) from error
 
     # ---- Tracing -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +182,10 @@ class SiteFunction:
             return None
         try:
             trace: Trace = self._cached((word, _signature(operands)), lambda: self._trace(word, operands))
-        except Exception:
+        except Exception as error:
+            if isinstance(error, MakesVariables) and not self._has_made_variables:
+                self._has_made_variables = True  # once: it has them then, unless it makes some at each call
+                return None
             if self._site.compile:
                 raise
             self._trace_failed = True  # `_eagerly` decides whether the target or the tracing is to blame
@@ -175,12 +199,12 @@ class SiteFunction:
             )
         return None
 
-    def _trace(self, word: tuple[Any, ...], specs: Sequence[Any]) -> Trace:
+    def _trace(self, word: tuple[Any, ...], specs: Sequence[Any], may_make: bool = False) -> Trace:
         try:
-            graph = Traced(outermost(self._function, word), specs)
+            graph = Traced(outermost(self._function, word), specs, may_make=may_make)
         except _NOT_IN_GRAPH:
             with self._target.with_control_flow():
-                graph = Traced(outermost(self._function, word), specs)
+                graph = Traced(outermost(self._function, word), specs, may_make=may_make)
         return Trace(graph, self._flat.structure)
 
     def _keeping(self, word: tuple[Any, ...], operands: Sequence[Any], forward: Traced) -> Keeping | None:

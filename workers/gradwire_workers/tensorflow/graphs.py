@@ -8,13 +8,24 @@ from typing import Any, Callable, Sequence
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-__all__ = ["Traced", "node_of"]
+from gradwire_wire.errors import UsageError
+
+__all__ = ["MakesVariables", "Traced", "node_of"]
 
 # Stateful by registration only: the same again at each execution.
 _HARMLESS = frozenset(("Assert", "VarHandleOp", "VariableShape"))
 READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd"))
+_MAKES = (
+    "a target that makes variables at each call cannot be traced: leave compile=True out, or make them when its file "
+    "is imported"
+)
 # What may differ without a difference in what a node computes.
 _IRRELEVANT = ("_class", "_gradient_op_type")
+
+
+class MakesVariables(UsageError):
+    """Variables were about to be made in a trace, where what is assigned to them as well (weights of a file) would be an operation of
+    a graph, and not happen."""
 
 
 class Traced:
@@ -22,7 +33,8 @@ class Traced:
 
     results: how many results the function has, None among them counted. Where the function gives None,
     so does a call. more: from the graph, right after the function, to tensors that a call returns as well,
-    after the results.
+    after the results. may_make: whether the function may make variables; if not, it is stopped at the first, before
+    it can keep anything that is half made, and `MakesVariables` is raised.
     """
 
     def __init__(
@@ -30,19 +42,32 @@ class Traced:
         function: Callable[..., Sequence[Any]],
         specs: Sequence[Any],
         more: Callable[[Any], Sequence[Any]] | None = None,
+        may_make: bool = True,
     ) -> None:
         self.results = 0
         self._body: frozenset[str] = frozenset()
+        stopped: list[MakesVariables] = []  # the function may catch it, and Keras raises another in its place
+
+        def made(make: Callable[..., Any], **options: Any) -> Any:
+            if not may_make:
+                stopped.append(MakesVariables(_MAKES))
+                raise stopped[0]
+            return make(**options)
 
         def body(*operands: Any) -> list[Any]:
             graph = tf.compat.v1.get_default_graph()
-            results = list(function(*operands))
+            with tf.variable_creator_scope(made):
+                results = list(function(*operands))
             self.results = len(results)
             self._body = frozenset(op.name for op in graph.get_operations())
             return [*results, *(more(graph) if more is not None else ())]
 
         named = [tf.TensorSpec(s.shape, s.dtype, name=f"operand_{i}") for i, s in enumerate(specs)]
-        self.concrete = tf.function(body, autograph=False).get_concrete_function(*named)
+        try:
+            self.concrete = tf.function(body, autograph=False).get_concrete_function(*named)
+        finally:
+            if stopped:
+                raise stopped[0]
         self._captured = list(self.concrete.captured_inputs)
         self._operands = len(named)
 
