@@ -40,7 +40,7 @@ class TorchHandle:
     """See `gradwire.handle.Handle`. ``target``: a function of torch tensors, or an `nn.Module`."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
-        self.name, self.moves = "double", 0
+        self.name, self.moves, self.is_dead = "double", 0, False
         self.target, self.is_module = target, isinstance(target, torch.nn.Module)
         self.parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
         self.kept: dict[int, Kept] = {}
