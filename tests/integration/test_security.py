@@ -177,9 +177,9 @@ def test_a_worker_at_tcp_that_does_not_welcome_leaves_nothing_here(
 def test_who_comes_over_tcp_during_a_long_call_waits_for_its_turn(
     far: str, alice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 2.0)
     with gw.connect("tests-far") as bridge, gw.connect(far) as late:
-        long = bridge["w"].function("far_ops:sleep").options(timeout=2.0).submit(600.0)
+        long = bridge["w"].function("far_ops:sleep").options(timeout=5.0).submit(600.0)
         assert late["w"].function("far_ops:double")(2) == 4
         with pytest.raises(gw.DeadlineError):
             long.result(60)

@@ -316,9 +316,9 @@ def test_who_comes_during_a_long_call_waits_for_its_turn(
     up: Up, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As those do who are there already. It is told what it waits for, and what to do."""
-    monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 2.0)
     with gw.connect(up.address) as bridge, gw.connect(up.address) as late:
-        sleep = bridge["first"].function("shared_ops.py:sleep").options(timeout=2.0)
+        sleep = bridge["first"].function("shared_ops.py:sleep").options(timeout=5.0)
         long = sleep.submit(600)
         assert late["first"].function("double")(2) == 4
         with pytest.raises(gw.DeadlineError):

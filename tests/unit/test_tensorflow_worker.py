@@ -537,6 +537,32 @@ def test_a_model_that_is_loaded_at_the_first_call_has_its_weights(first: str) ->
         close(program.run(site, (), [x[:rows]])[0], [tf.fill((rows, 2), 4.0)])
 
 
+class Assigning(keras.layers.Layer):
+    """Its build() gives its weights their values."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 2), initializer="zeros")
+        self.kernel.assign(np.ones((shape[-1], 2)))
+
+    def call(self, x: Any) -> Any:
+        return x @ self.kernel
+
+
+@pytest.mark.parametrize("first", ["run", "keep"])
+def test_a_layer_that_is_built_at_its_first_call_is_as_in_one_process(first: str) -> None:
+    """Also its gradients: a trace that is stopped in the middle would leave it half built, and none would reach its weights."""
+    program, x = engine.program(Assigning(), is_module=True), tf.ones((4, 3))
+    site = site_of(1, training=program.training, accumulate=True)
+    if first == "run":
+        close(program.run(site, (), [x])[0], [tf.fill((4, 2), 3.0)])
+    for count in (1, 2):
+        result, kept = program.keep(site, (), [x])
+        close(result[0], [tf.fill((4, 2), 3.0)])
+        kept.derive(("T", (0,), 1), [tf.ones((4, 2))], keep=False, accumulate=True)
+        (bar,) = program.grads().values()
+        close([bar], [tf.fill((3, 2), 4.0 * count)])
+
+
 def test_a_function_that_makes_variables_at_each_call_is_not_traced() -> None:
     def target(x: Any) -> Any:
         variable = tf.Variable(tf.zeros_like(x))

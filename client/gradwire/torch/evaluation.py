@@ -12,6 +12,7 @@ from gradwire.derived import Derived
 from gradwire.torch.tokens import named_by, token_tensor
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
+from gradwire_wire.messages import KEEP_ROWS
 from gradwire_wire.tensors.torch import adopt, aval, export, torch_dtype
 
 __all__ = ["evaluate", "zeros_like_result"]
@@ -39,7 +40,7 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
     results = outcome.adopted(adopt)
     if not fn.keep:
         return results, None
-    rows = results[0].shape[0] if fn.keep == 2 and results else None
+    rows = results[0].shape[0] if fn.keep == KEEP_ROWS and results else None
     return results, token_tensor(fn.handle, outcome.token, rows)
 
 

@@ -29,6 +29,7 @@ from gradwire.torch import operator
 from gradwire.torch.evaluation import evaluate, zeros_like_result
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
+from gradwire_wire.messages import KEEP_ROWS
 from gradwire_wire.tensors.torch import aval, torch_dtype
 
 __all__ = ["apply", "is_quiet", "record", "records_nothing"]
@@ -249,7 +250,9 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     """The token or None, then the operands."""
     kept, *operands = ctx.saved_tensors
     kept = kept if ctx.kept is None else ctx.kept
-    if ctx.fn.keep == 2 and kept is not None:  # rows of a batch, of which all is differentiated here at once
+    if (
+        ctx.fn.keep == KEEP_ROWS and kept is not None
+    ):  # rows of a batch, of which all is differentiated here at once
         kept = kept[0] if len(kept) else None
     return (kept, *operands)
 

@@ -24,6 +24,7 @@ from gradwire.torch import evaluation
 from gradwire.torch.symbols import symbolic_avals
 from gradwire.torch.tokens import token_tensor
 from gradwire_wire.errors import UsageError
+from gradwire_wire.messages import KEEP_ROWS
 from gradwire_wire.tensors.torch import aval, torch_dtype
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _fake(
     if found:
         _structures[call] = found
     results = [torch.empty(a.shape, dtype=torch_dtype(a.dtype)) for a in avals]
-    rows = (results[0].shape[0],) if keep == 2 and results else ()
+    rows = (results[0].shape[0],) if keep == KEEP_ROWS and results else ()
     return [*results, torch.empty((*rows, 2), dtype=torch.int64)]
 
 

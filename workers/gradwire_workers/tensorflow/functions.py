@@ -16,7 +16,7 @@ from gradwire_wire.tensors.tensorflow import adopt, aval, is_tensor, tf_dtype
 from gradwire_workers.flat import Flat
 from gradwire_workers.keras_layers import derived_anew
 from gradwire_workers.program import Result, WorkerSite
-from gradwire_workers.tensorflow.graphs import MakesVariables, Traced
+from gradwire_workers.tensorflow.graphs import MakesVariables, Traced, variables_may_be_made
 from gradwire_workers.tensorflow.modules import Module
 from gradwire_workers.tensorflow.randomness import seeded
 from gradwire_workers.tensorflow.replays import NotReplayable
@@ -155,8 +155,7 @@ class SiteFunction:
             try:
                 return self._trace((), specs)
             except MakesVariables:
-                if not self._module.has_state:
-                    self._run_at_zeros(specs)
+                self._run_at_zeros(specs)
                 return self._trace((), specs, may_make=True)
 
         trace: Trace = self._cached(((), _signature(specs)), make)
@@ -180,6 +179,9 @@ class SiteFunction:
         """None: it must be run eagerly."""
         if self._eager:
             return None
+        if self._module.is_unbuilt and not self._has_made_variables:
+            self._has_made_variables = True
+            return None  # once, and as in one process: what its build() assigns is assigned
         try:
             trace: Trace = self._cached((word, _signature(operands)), lambda: self._trace(word, operands))
         except Exception as error:
@@ -200,6 +202,8 @@ class SiteFunction:
         return None
 
     def _trace(self, word: tuple[Any, ...], specs: Sequence[Any], may_make: bool = False) -> Trace:
+        """may_make: that a function makes variables is no matter. A module may: stopped in the middle, Keras would leave it half built."""
+        may_make = may_make or self._module.has_state
         try:
             graph = Traced(outermost(self._function, word), specs, may_make=may_make)
         except _NOT_IN_GRAPH:
@@ -231,7 +235,7 @@ class SiteFunction:
     def _eagerly(self) -> Iterator[None]:
         """What succeeds here and could not be traced is not traced again."""
         failed, self._trace_failed = self._trace_failed, False
-        with seeded(self.seed, self._module):
+        with seeded(self.seed, self._module), variables_may_be_made(self._module.has_state):
             yield
         self._eager = self._eager or failed
 

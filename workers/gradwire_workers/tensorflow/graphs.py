@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["MakesVariables", "Traced", "node_of"]
+__all__ = ["MakesVariables", "Traced", "node_of", "variables_may_be_made"]
 
 # Stateful by registration only: the same again at each execution.
 _HARMLESS = frozenset(("Assert", "VarHandleOp", "VariableShape"))
@@ -28,13 +29,26 @@ class MakesVariables(UsageError):
     a graph, and not happen."""
 
 
+_allowed = [True]
+
+
+@contextmanager
+def variables_may_be_made(allowed: bool) -> Iterator[None]:
+    """In traces that begin here and do not say so themselves."""
+    _allowed.append(allowed)
+    try:
+        yield
+    finally:
+        _allowed.pop()
+
+
 class Traced:
     """A function of flat tensors as a graph, for one signature. Calls take tensors of that signature.
 
     results: how many results the function has, None among them counted. Where the function gives None,
     so does a call. more: from the graph, right after the function, to tensors that a call returns as well,
-    after the results. may_make: whether the function may make variables; if not, it is stopped at the first, before
-    it can keep anything that is half made, and `MakesVariables` is raised.
+    after the results. may_make: whether the function may make variables (None: as in what is around this); if not, it is
+    stopped at the first, before it can keep anything that is half made, and `MakesVariables` is raised.
     """
 
     def __init__(
@@ -42,21 +56,22 @@ class Traced:
         function: Callable[..., Sequence[Any]],
         specs: Sequence[Any],
         more: Callable[[Any], Sequence[Any]] | None = None,
-        may_make: bool = True,
+        may_make: bool | None = None,
     ) -> None:
         self.results = 0
         self._body: frozenset[str] = frozenset()
         stopped: list[MakesVariables] = []  # the function may catch it, and Keras raises another in its place
+        allowed = _allowed[-1] if may_make is None else may_make
 
         def made(make: Callable[..., Any], **options: Any) -> Any:
-            if not may_make:
+            if not allowed:
                 stopped.append(MakesVariables(_MAKES))
                 raise stopped[0]
             return make(**options)
 
         def body(*operands: Any) -> list[Any]:
             graph = tf.compat.v1.get_default_graph()
-            with tf.variable_creator_scope(made):
+            with tf.variable_creator_scope(made), variables_may_be_made(allowed):
                 results = list(function(*operands))
             self.results = len(results)
             self._body = frozenset(op.name for op in graph.get_operations())

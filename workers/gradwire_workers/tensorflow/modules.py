@@ -80,6 +80,11 @@ class Module:
         )
         return unique_names(zip(paths, found)), trainable
 
+    @property
+    def is_unbuilt(self) -> bool:
+        """Whether it is a Keras layer or model that makes its variables at its first call."""
+        return self.is_keras and not getattr(self.target, "built", True)
+
     def random_states(self) -> list[Any]:
         """The variables of Keras's random generators in it."""
         if not self.is_keras:

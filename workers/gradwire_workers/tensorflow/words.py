@@ -172,7 +172,7 @@ def _batched(function: Function, axes: tuple[bool, ...], operands: Sequence[Any]
 def _row_specs(row: Callable[..., Any], mapped: Sequence[Any]) -> tuple[tuple[Any, ...], bool]:
     """What one row gives, and whether it is a function of its operands alone."""
     given = [tf.TensorSpec(x.shape[1:], x.dtype) for x in mapped]
-    traced = Traced(lambda *rows: row(rows), given, may_make=False)
+    traced = Traced(lambda *rows: row(rows), given)
     specs = tuple(tf.TensorSpec(y.shape, y.dtype) for y in traced.outputs)
     if not all(s.shape.is_fully_defined() for s in specs):
         raise UsageError("the shape of a result depends on values, so that the rows of a batch may differ")
