@@ -98,9 +98,13 @@ def run(
         ended = subprocess.run(
             command, stdout=subprocess.DEVNULL, stderr=errors, env=env, check=False, timeout=90, **other
         )
-        deadline = time.monotonic() + 60
-        while not (folder / "out").exists() and time.monotonic() < deadline and not ended.returncode:
-            time.sleep(0.02)  # a daemon's parent does not wait for it
+        deadline, out = time.monotonic() + 60, folder / "out"
+        while (
+            not (out.exists() and out.stat().st_size) and time.monotonic() < deadline and not ended.returncode
+        ):
+            time.sleep(
+                0.02
+            )  # a daemon's parent does not wait for it; and what has been opened is not written yet
         errors.seek(0)
         said = errors.read().decode()
     assert ended.returncode == 0, said
