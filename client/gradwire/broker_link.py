@@ -238,9 +238,9 @@ class BrokerLink:
             if found.state == "ended":
                 self._start_by_policy(found, is_second=bool(tried - {found.incarnation}))
                 tried.add(found.incarnation)
-                continue
             if time.monotonic() > deadline:
-                raise DeadlineError(f"worker {name!r} is still {found.doing} after {timeout_s:g} s")
+                doing = f"not there again ({found.doing})" if found.state == "ended" else found.doing
+                raise DeadlineError(f"worker {name!r} is still {doing} after {timeout_s:g} s")
             time.sleep(FIND_AGAIN_S)
 
     def _start_by_policy(self, ended: control.Present, is_second: bool) -> None:

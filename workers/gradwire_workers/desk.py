@@ -184,7 +184,8 @@ class Desk:
         """A client is gone: its residuals go, its loans, and what it has loaded."""
         self._residuals.end(session.client_id)
         session.exchange.end()
-        self._let_go(list(self.loaded.end(session.client_id).values()))
+        had_optimizers = self._state.end(session.client_id)
+        self._let_go(list(self.loaded.end(session.client_id).values()), had_optimizers)
 
     # -- lanes and doors -------------------------------------------------------------------------
 
@@ -361,6 +362,8 @@ class Desk:
             tree = self._state.act(program, state.verb, args, kwargs)
         if state.verb == "functional":
             self.loaded.give(tree, session.client_id)
+        elif state.verb == "optimizer":
+            self._state.give(tree, session.client_id)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
         return self.answers.done(session, state.call_id, leaves, structure)
 
@@ -377,14 +380,14 @@ class Desk:
             forget_plans([*lanes, *session.dealers.values()], programs)
             self._residuals.forget(gone)
             gone.clear()
-        self._let_go(programs, forget.optimizers)
+        self._let_go(programs, self._state.forget(forget.optimizers, session.client_id))
 
-    def _let_go(self, programs: list[Program], optimizers: Sequence[int] = ()) -> None:
+    def _let_go(self, programs: list[Program], had_optimizers: bool) -> None:
         """Of what nobody can name. Modules are large, and parts of cycles: their memory is wanted now."""
-        self._state.forget(optimizers, programs)
-        has_modules = bool(optimizers) or any(program.is_module for program in programs)
+        self._state.forget_of(programs)
+        is_large = had_optimizers or any(program.is_module for program in programs)
         programs.clear()
-        if has_modules:
+        if is_large:
             gc.collect()
 
     def _ping(self, session: Session, ping: Ping, *_: Any) -> Reply:

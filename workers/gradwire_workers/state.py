@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any, Callable, Collection, NamedTuple
+from typing import Any, Callable, Collection, Iterable, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class State:
     ) -> None:
         self._engine, self._register, self._find = engine, register, find
         self._optimizers: dict[int, _Made] = {}
+        self._owners: dict[int, bytes] = {}  # clients, by the numbers of the optimizers that they have made
         # an optimizer of the worker's former life must not be taken for one of this
         self._numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
         self._verbs: dict[str, Callable[..., Any]] = {
@@ -94,11 +95,26 @@ class State:
             )
         return self._verbs[verb](program, *args, **kwargs)
 
-    def forget(self, numbers: Collection[int], programs: Collection[Program]) -> None:
-        """Let go of these optimizers, and of all of these programs: nobody will name them."""
-        gone = [n for n, made in self._optimizers.items() if n in numbers or made.program in programs]
-        for number in gone:
-            del self._optimizers[number]
+    def give(self, number: int, client: bytes) -> None:
+        """That optimizer was made for that client, who may have it forgotten."""
+        self._owners[number] = client
+
+    def forget(self, numbers: Iterable[int], client: bytes) -> bool:
+        """Let go of those of these optimizers that are the client's: nobody will name them. Whether there were any."""
+        return self._drop([number for number in numbers if self._owners.get(number) == client])
+
+    def end(self, client: bytes) -> bool:
+        """The client is gone, and so are its optimizers, also those of modules that stay. Whether there were any."""
+        return self._drop([number for number, owner in self._owners.items() if owner == client])
+
+    def forget_of(self, programs: Collection[Program]) -> bool:
+        """Let go of all optimizers of these programs. Whether there were any."""
+        return self._drop([n for n, made in self._optimizers.items() if made.program in programs])
+
+    def _drop(self, numbers: Iterable[int]) -> bool:
+        dropped = [self._optimizers.pop(number, None) for number in {*numbers}]
+        self._owners = {n: owner for n, owner in self._owners.items() if n in self._optimizers}
+        return any(made is not None for made in dropped)
 
     def _load_state_dict(self, program: Program, state: dict[str, Any], strict: bool = True) -> None:
         new = {name: self._as_in_state(program, name, x) for name, x in state.items()}

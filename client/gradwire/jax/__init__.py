@@ -58,9 +58,9 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
     arrays, avals = (
         zip(*[_operand(x, i, site) for i, x in enumerate(operands)], strict=True) if operands else ((), ())
     )
-    weak = tuple(i for i, x in enumerate(arrays[len(site.hidden) :]) if tensors.is_weak(x))
+    weak = [i for i, x in enumerate(arrays) if tensors.is_weak(x)]
     if weak:
-        site = _with_numbers(site, weak)
+        site = _with_numbers(site, tuple(weak))
     spec = _spec(handle, site, avals)
     if (isinstance(spec, GradwireError) or not spec.avals) and not _is_traced(arrays):
         return _call_now(handle, site, arrays)
@@ -79,8 +79,9 @@ def _seeded(site: Site) -> Site:
 
 @lru_cache(maxsize=4096)
 def _with_numbers(site: Site, weak: tuple[int, ...]) -> Site:
-    """The same where these operands stand for Python numbers."""
-    return replace(site, structure=with_weak(site.structure, weak))
+    """The same where these operands stand for Python numbers; those before the target's own are in no tree."""
+    hidden = len(site.hidden)
+    return replace(site, structure=with_weak(site.structure, [i - hidden for i in weak if i >= hidden]))
 
 
 def _spec(handle: Handle, site: Site, avals: tuple[Aval, ...]) -> SpecResult | GradwireError:

@@ -1,0 +1,41 @@
+"""What a client asks a shared broker for, without a broker."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import pytest
+
+from gradwire.broker_link import BrokerLink
+from gradwire_wire import control
+from gradwire_wire.errors import DeadlineError, UsageError
+
+
+class NeverBack(BrokerLink):
+    """Of a worker that has died, and that nobody can have started."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self) -> Any:
+        self.looks += 1
+        return [
+            control.Present._make([None] * len(control.Present._fields))._replace(
+                name="w",
+                state="ended",
+                doing="SIGKILL",
+                restart="always",
+                incarnation=b"i",
+                framework="numpy",
+            )
+        ]
+
+    def restart_worker(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError("another client has had it started")
+
+
+def test_a_worker_that_does_not_come_back_is_waited_for_until_the_deadline() -> None:
+    link = NeverBack()
+    with pytest.raises(DeadlineError, match=r"is still not there again \(SIGKILL\) after"):
+        link.find_worker("w", 0.15)
+    assert link.looks < 10, "it looks now and then, and not all the time"
