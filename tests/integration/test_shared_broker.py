@@ -283,24 +283,15 @@ def test_what_a_client_has_loaded_goes_with_it_and_what_the_file_loads_stays(up:
         assert bridge["first"].module("counter")(0) == counted + 1
 
 
-def test_r60_output_goes_to_the_clients_that_use_the_worker(
-    up: Up, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_r60_output_goes_to_the_clients_that_use_the_worker(up: Up, said: Callable[[], str]) -> None:
     with gw.connect(up.address) as bridge, gw.connect(up.address) as other:
         shout = bridge["second"].function("shared_ops.py:shout")
         assert other["first"].alive
         shout(1, "heard by one")
-        until(lambda: "[second] heard by one" in capsys.readouterr().err)
+        until(lambda: "[second] heard by one" in said())
         other["second"]
         shout(1, "heard by two")
-        said = ""
-
-        def heard() -> int:
-            nonlocal said
-            said += capsys.readouterr().err
-            return said.count("[second] heard by two")
-
-        until(lambda: heard() == 2)
+        until(lambda: said().count("[second] heard by two") == 2)
 
 
 def test_r62_clients_do_not_interrupt_each_other(up: Up) -> None:
