@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import io
 import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import uuid
@@ -170,17 +168,6 @@ def heeds_ctrl_c() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-
-
-# ---- What other threads say ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """All that was written to ``sys.stderr`` so far, by whatever thread: `capsys` loses what one writes while it is read."""
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream.getvalue
 
 
 # ---- What only the next broker can remove --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -283,15 +284,20 @@ def test_what_a_client_has_loaded_goes_with_it_and_what_the_file_loads_stays(up:
         assert bridge["first"].module("counter")(0) == counted + 1
 
 
-def test_r60_output_goes_to_the_clients_that_use_the_worker(up: Up, said: Callable[[], str]) -> None:
-    with gw.connect(up.address) as bridge, gw.connect(up.address) as other:
+def test_r60_output_goes_to_the_clients_that_use_the_worker(up: Up) -> None:
+    # `capsys` loses what another thread writes while it is read.
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        gw.connect(up.address) as bridge,
+        gw.connect(up.address) as other,
+    ):
         shout = bridge["second"].function("shared_ops.py:shout")
         assert other["first"].alive
         shout(1, "heard by one")
-        until(lambda: "[second] heard by one" in said())
+        until(lambda: "[second] heard by one" in said.getvalue())
         other["second"]
         shout(1, "heard by two")
-        until(lambda: said().count("[second] heard by two") == 2)
+        until(lambda: said.getvalue().count("[second] heard by two") == 2)
 
 
 def test_r62_clients_do_not_interrupt_each_other(up: Up) -> None:
