@@ -26,13 +26,25 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.exchange import INLINE_BYTES
 from gradwire_wire.structures import flatten
 
-__all__ = ["Functional", "FunctionalHandle", "check_remote"]
+__all__ = ["Functional", "FunctionalHandle", "check_remote", "checked_module"]
 
 
 def check_remote(x: Any) -> None:
     """UsageError for what is none, such as a worker or a module of this process."""
     if not isinstance(x, Remote):
         raise UsageError(f"{x!r:.80} is no gradwire.Remote; give what worker.module(...) returns")
+
+
+def checked_module(x: Any) -> Remote:
+    """A remote module. UsageError for a function, and for what is no remote."""
+    check_remote(x)
+    if not x.handle.is_module:
+        raise UsageError(
+            f"{x!r} is a function and has no parameters. Load a module with worker.module(...), from a "
+            "factory that returns one"
+        )
+    remote: Remote = x
+    return remote
 
 
 class FunctionalHandle(Handle):
@@ -121,13 +133,7 @@ class Functional:
         training: bool | None = None,
         trainable: bool | None = None,
     ) -> None:
-        check_remote(remote)
-        if not remote.handle.is_module:
-            raise UsageError(
-                f"{remote!r} is a function and has no parameters. Load a module with worker.module(...), from a "
-                "factory that returns one"
-            )
-        self.remote, self.has_explicit_buffers = remote, buffers
+        self.remote, self.has_explicit_buffers = checked_module(remote), buffers
         if trainable is None:
             warn_of_regularizers(remote)
         self.handle = FunctionalHandle(remote.handle, buffers, training, trainable)

@@ -129,6 +129,43 @@ def test_r33_heads_that_take_turns(worker_of: Workers, in_torch: Any, owner: str
         torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-9, msg=name)
 
 
+def test_what_the_worker_owns_is_a_part_of_a_model(pair: Any) -> None:
+    p = pair(batch_norm=True)
+    model, local = (nn.Sequential(net, nn.Linear(4, 4).double()) for net in (p.net, p.local))
+    model[0] = gw.torch.Module(p.remote, owner="worker")
+    local[1].load_state_dict(model[1].state_dict())
+    theirs = p.remote.optimizer("torch.optim:Adam", lr=0.01)
+    ours, all_of_it = (torch.optim.Adam(net.parameters(), lr=0.01) for net in (model, local))
+    for _ in range(4):
+        for net, optimizers in ((model, (ours, theirs)), (local, (all_of_it,))):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            net(X).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    state = local.state_dict()
+    assert list(model.state_dict()) == list(state)
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(x, state[name], rtol=1e-9, atol=1e-9, msg=name)
+    assert len(list(model.parameters())) == 2
+    torch.testing.assert_close(model.eval()(X), local.eval()(X), rtol=1e-9, atol=1e-9)
+    assert p.remote.training is False and p.remote.train().training
+    torch.testing.assert_close(
+        model(X), local(X), rtol=1e-9, atol=1e-9
+    )  # the mode of the model is that of its calls
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(X), local(X), rtol=1e-9, atol=1e-9)
+    model[0].requires_grad_(False)
+    assert p.remote._change("frozen") == list(p.remote.parameters())
+    fresh = {name: torch.zeros_like(x) for name, x in state.items()}
+    model.load_state_dict(fresh)
+    assert not any(x.any() for x in p.remote.state_dict().values())
+    with pytest.raises(RuntimeError, match=r'Unexpected.*"0.more"'):
+        model.load_state_dict({**fresh, "0.more": X})
+    with pytest.raises(RuntimeError, match=r'Missing.*"0.0.weight"'):
+        model.load_state_dict({name: x for name, x in fresh.items() if name != "0.0.weight"})
+
+
 @pytest.mark.parametrize("buffers", ["worker", "explicit"])
 def test_r40_statistics_move_once_for_each_forward(pair: Any, buffers: str) -> None:
     p = pair(buffers=buffers, batch_norm=True)
@@ -518,8 +555,20 @@ def test_what_cannot_be(pair: Any, worker_of: Workers) -> None:
     torch_w = worker_of("torch")
     with pytest.raises(gw.UsageError, match=r"is a function and has no parameters. Load a module"):
         gw.torch.Module(torch_w.function("in_torch:cube"))
-    with pytest.raises(gw.UsageError, match="buffers must be 'worker' or 'explicit', not 'mine'"):
-        gw.torch.Module(p.remote, buffers="mine")
+    for wrong, says in {
+        ("caller", "mine"): "buffers 'worker' or 'explicit'",
+        ("me", "worker"): "owner is 'caller' or 'worker'",
+        ("worker", "explicit"): "buffers='explicit' needs owner='caller'",
+    }.items():
+        with pytest.raises(gw.UsageError, match=says):
+            gw.torch.Module(p.remote, owner=wrong[0], buffers=wrong[1])
+    part = gw.torch.Module(p.remote, owner="worker")
+    with pytest.raises(gw.UsageError, match="a copy would train the same ones"):
+        copy.deepcopy(part)
+    with pytest.raises(
+        gw.UsageError, match=r"0.weight, .* would stay float64, for the state of this module is in the worker"
+    ):
+        part.float()
     with pytest.raises(gw.UsageError, match="compiled by TorchScript"):
         gw.torch.Module(torch_w.module("in_torch:scripted"))
 

@@ -1,6 +1,6 @@
-"""A remote module of any framework as a `torch.nn.Module` that owns the parameters.
+"""A remote module of any framework as a `torch.nn.Module`, which owns the parameters, or leaves them to the worker.
 
-The parameters are an argument of each call, and so get their gradients like any input, in every order and under every
+The parameters that it owns are an argument of each call, and so get their gradients like any input, in every order and under every
 transformation. They lie in the bridge's shared memory: as long as they do, a call passes them without a copy, and since
 they are read there at each call, no way of changing them is missed. What has left that memory (``.to(dtype)``, a swapped
 ``.data``) is copied at each call instead; what is small travels in the message anyway.
@@ -20,6 +20,7 @@ from gradwire.functional import Functional
 from gradwire.proxies import stays_here
 from gradwire.torch.compiled import traced
 from gradwire.torch.names import Fixed, Part, Place, placed
+from gradwire.torch.stage import Stage
 from gradwire_wire.errors import GradwireError, RemoteError, UsageError
 from gradwire_wire.tensors.torch import NAME
 
@@ -52,29 +53,35 @@ class Module(Fixed):
     (``get_extra_state``), which are always the worker's.
     buffers="explicit": they are this module's buffers, passed in and taken back at each call; nothing moves in the worker.
 
+    owner="worker": all of the state stays in the worker, and this module is the remote as a part of a model: ``train()``, ``eval()`` and
+    ``requires_grad_()`` are the remote's own, ``state_dict()`` fetches its state and ``load_state_dict()`` sends it. It has no
+    ``parameters()``: its gradients accumulate in the worker, and an optimizer of ``remote.optimizer(...)`` steps and zeroes them
+    beside the caller's. It cannot be copied.
+
     It cannot be pickled; ``torch.save(net.state_dict(), path)`` works.
     Raises UsageError for a remote function, and for a module whose parameters cannot be given to it.
     """
 
-    def __init__(self, remote: Remote, buffers: str = "worker") -> None:
+    def __init__(self, remote: Remote, buffers: str = "worker", owner: str = "caller") -> None:
         super().__init__()
-        if buffers not in ("worker", "explicit"):
-            raise UsageError(f"buffers must be 'worker' or 'explicit', not {buffers!r}")
-        self._remote = Form(remote, buffers=buffers == "explicit", training=True)
-        self._evaluating = self._remote.evaluating()
+        form: Any = _form(remote, buffers, owner)
+        self._remote, self._evaluating = form, form.evaluating()
+        self._owns_parameters = owner == "caller"
         has = Contents(remote)
+        parameters, aliases = (has.parameters, has.aliases) if self._owns_parameters else ({}, {})
         explicit = has.buffers if buffers == "explicit" else {}
-        places = placed(self, [*has.parameters, *has.aliases, *explicit])
-        self._parameter_places = {name: places[name] for name in has.parameters}
+        places = placed(self, [*parameters, *aliases, *explicit])
+        there = {name: x for name, x in {**has.parameters, **has.buffers}.items() if name not in places}
+        self._parameter_places = {name: places[name] for name in parameters}
         self._buffer_places = {name: places[name] for name in explicit}
-        self._fetched = [] if explicit else [name for name in has.buffers if name in has.persistent]
-        self._types_there = {} if explicit else {name: x.dtype for name, x in has.buffers.items()}
+        self._fetched = [name for name in has.persistent if name not in places and name not in has.extra]
+        self._types_there = {name: x.dtype for name, x in there.items()}
         self._order = [places[name].path if name in places else name for name in has.persistent]
         self._extra, self._unfetchable = has.extra, has.unfetchable
-        for name, x in has.parameters.items():
+        for name, x in parameters.items():
             learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
             _register(places[name], torch.nn.Parameter(self._remote.resident(x, NAME), learns))
-        for alias, name in has.aliases.items():
+        for alias, name in aliases.items():
             _register(places[alias], _at(places[name]))
         for name, x in explicit.items():
             places[name].part.register_buffer(places[name].key, x, persistent=name in has.persistent)
@@ -86,10 +93,10 @@ class Module(Fixed):
         self._check_modes()
         parameters = {name: getattr(part, key) for name, (part, key, _) in self._parameter_places.items()}
         buffers = {name: getattr(part, key) for name, (part, key, _) in self._buffer_places.items()}
-        given: tuple[Any, ...] = (parameters,)
+        given: tuple[Any, ...] = (parameters,) if self._owns_parameters else ()
         if self._remote.has_explicit_buffers:  # copies, for they are written to before the backward pass
             given = (parameters, {name: x.clone() for name, x in buffers.items()})
-        form = self._remote if self.training else self._evaluating
+        form = self._form
         if torch.compiler.is_dynamo_compiling():
             result = traced(form, (*given, *args), kwargs)
         else:
@@ -115,26 +122,50 @@ class Module(Fixed):
                 "modes of their own here. Use train() and eval() of the whole, or set the part's mode in the worker's own code"
             )
 
+    def train(self, mode: bool = True) -> Module:
+        """As of every module; where the worker owns the state, its module is in this mode from now on."""
+        super().train(mode)
+        self._form.enter()
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Module:
+        """As of every module; where the worker owns the parameters, theirs too (`Remote.requires_grad_`)."""
+        if not self._owns_parameters:
+            self._remote.remote.requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        return self
+
+    @property
+    def _form(self) -> Any:
+        return self._remote if self.training else self._evaluating
+
     def extra_repr(self) -> str:
         return self._remote.remote.handle.name
 
     # ---- What is made of its parts ------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``to``, ``half``, ``double`` and the like do. UsageError where a buffer of the worker's would be left behind."""
+        """What ``to``, ``half``, ``double`` and the like do. UsageError where what the worker owns would be left behind."""
         types = {dtype: fn(torch.empty(0, dtype=dtype)).dtype for dtype in {*self._types_there.values()}}
         left = [name for name, dtype in self._types_there.items() if types[dtype] != dtype]
         if left:
             raise UsageError(
                 f"{', '.join(left[:5])} of {self._remote.remote.handle.name} would stay {str(self._types_there[left[0]])[6:]}, for the "
-                "buffers of this module are in the worker, where others share them. Have its factory make it in the other "
-                "dtype, or convert gw.torch.Module(remote, buffers='explicit')"
+                f"{'buffers' if self._owns_parameters else 'state'} of this module {'are' if self._owns_parameters else 'is'} in the "
+                "worker, where others share it. Have its factory make it in the other dtype, or convert "
+                "gw.torch.Module(remote, buffers='explicit')"
             )
         return super()._apply(fn, recurse)
 
     # ---- Copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        if not self._owns_parameters:
+            raise stays_here(
+                "module",
+                self._remote.remote,
+                " Its parameters are in the worker, and a copy would train the same ones. gw.torch.Module(remote) can be copied.",
+            )
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo.update({id(form): form for form in (self._remote, self._evaluating)})
@@ -164,7 +195,7 @@ class Module(Fixed):
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         if self._fetched or self._extra:
             own = self._remote.remote.options(family="torch")
-            there = own.state_dict() if self._extra else own.buffers()
+            there = own.state_dict() if self._extra or not self._owns_parameters else own.buffers()
             found.update({prefix + name: there[name] for name in (*self._fetched, *self._extra)})
         for name in [prefix + path for path in self._order if prefix + path in found]:
             found[name] = found.pop(name)  # in the order of the worker's module
@@ -192,6 +223,21 @@ class Module(Fixed):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def _form(remote: Remote, buffers: str, owner: str) -> Form | Stage:
+    """What is called in training mode. UsageError for what these words are not."""
+    if owner not in ("caller", "worker") or buffers not in ("worker", "explicit"):
+        raise UsageError(
+            f"Module(owner={owner!r}, buffers={buffers!r}): owner is 'caller' or 'worker', buffers 'worker' or 'explicit'"
+        )
+    if owner == "caller":
+        return Form(remote, buffers=buffers == "explicit", training=True)
+    if buffers == "explicit":
+        raise UsageError(
+            "buffers='explicit' needs owner='caller': the worker owns all of the state or the caller does"
+        )
+    return Stage(remote)
 
 
 def _at(place: Place) -> Any:
@@ -242,6 +288,9 @@ class Form(Functional):
     def training(self) -> bool | None:
         """The mode of its calls; None where the remote has none."""
         return self.handle.training
+
+    def enter(self) -> None:
+        """Nothing: each call says its mode."""
 
     def call(self, given: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with these parameters (and buffers)."""
