@@ -30,9 +30,10 @@ from gradwire.sending import Sender
 from gradwire.site import Outcome, Site
 from gradwire.worker_records import WorkerFacts
 from gradwire_wire import messages, sockets
+from gradwire_wire.carriers import Carrier
 from gradwire_wire.chain import check_not_in_chain, serving
 from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError
-from gradwire_wire.exchange import Exchange, Memory, NotShared
+from gradwire_wire.exchange import Ended, Exchange, Memory, NotShared
 from gradwire_wire.lane import TooLong
 from gradwire_wire.messages import Done, Failed
 from gradwire_wire.plans import MAX_RELEASED
@@ -191,9 +192,11 @@ class Connection:
             return self._outcome(line, plan, word, reply, frames[1:])
         try:
             results = plan.take()
-        except BaseException:
+        except BaseException as error:
             self.lines.drop(line)
             self.released.give_back(reply.token)
+            if isinstance(error, Ended):
+                self.life.raise_unreachable(was_running=True)
             raise
         self.lines.check_in(line)
         return Outcome(results, plan.structure, reply.token)
@@ -227,7 +230,7 @@ class Connection:
         """What a long answer brought."""
         try:
             check_results(word, done.headers)
-            results = self.exchange.borrow_all(done.headers, further)
+            results = self.borrow_all(done.headers, further)
             if plan is not None:
                 plan.note_done(done, self.exchange)
         except BaseException:
@@ -312,6 +315,13 @@ class Connection:
                     self.life.raise_unreachable(was_running=True)
         finally:
             inquiry.end()
+
+    def borrow_all(self, headers: Sequence[Any], frames: Sequence[bytes]) -> list[Carrier | None]:
+        """What an answer lends, or brought. Raises why it is gone where worker or connection have ended since the answer came."""
+        try:
+            return self.exchange.borrow_all(headers, frames)
+        except Ended:
+            self.life.raise_unreachable(was_running=True)
 
     # -- calls that are submitted ----------------------------------------------------------------
 

@@ -382,7 +382,7 @@ class Handle:
             carriers,
             timeout_s,
         )
-        leaves = [c for c in connection.exchange.borrow_all(reply.headers, frames) if c is not None]
+        leaves = [c for c in connection.borrow_all(reply.headers, frames) if c is not None]
         if len(leaves) != len(reply.headers):
             raise ProtocolError(f"{verb}: a leaf is missing from the reply")
         return reply.structure, leaves

@@ -44,6 +44,7 @@ from gradwire.replies import reply_in
 from gradwire.submissions import Coder, Elsewhere, Strange, Submission
 from gradwire_wire import sockets
 from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError, WorkerDiedError
+from gradwire_wire.exchange import Ended
 from gradwire_wire.lane import Lane
 
 if TYPE_CHECKING:
@@ -212,6 +213,8 @@ class Pipeline:
                 received = self._lane.receive_nowait() if len(done) < AT_ONCE else None
         except sockets.Unreachable:
             pass  # told by the next call of `receive`
+        except Ended:
+            self._connection.life.raise_unreachable(was_running=True)
         finally:
             self._make_room(done)
             self._complete(done)
@@ -233,6 +236,9 @@ class Pipeline:
         except Strange:
             self._under_way.appendleft(call)
             raise ProtocolError("an answer to another call than the next") from None
+        except Ended:
+            self._under_way.appendleft(call)
+            raise
         except BaseException as raised:
             result, error = None, raised
             if isinstance(raised, GradwireError):

@@ -115,9 +115,7 @@ class Recording:
 
 def _fetch(connection: Connection) -> tuple[dict[int, FarEnd], int]:
     reply, frames = connection.request(lambda n, _: messages.Trace(n, 0), [], ANSWER_S)
-    rows, columns, dropped = answers.times(
-        reply.structure, connection.exchange.borrow_all(reply.headers, frames)
-    )
+    rows, columns, dropped = answers.times(reply.structure, connection.borrow_all(reply.headers, frames))
     at = [columns.index(name) for name in FarEnd._fields]
     ids = rows[:, columns.index("call_id")].tolist()
     return {n: FarEnd(*row) for n, row in zip(ids, rows[:, at].tolist(), strict=True)}, dropped

@@ -25,7 +25,7 @@ from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME, dtype_named
 from gradwire_wire.errors import ClosedError, MemoryExhaustedError, ProtocolError, UnsupportedTensorError
-from gradwire_wire.exchange import INLINE_BYTES, Exchange, Memory, dense_strides
+from gradwire_wire.exchange import INLINE_BYTES, Ended, Exchange, Memory, dense_strides
 from gradwire_wire.exchange import memory as memory_module
 from gradwire_wire.messages import Hello, Segment, Welcome
 from gradwire_wire.segments import Ledger
@@ -774,6 +774,14 @@ def test_R16_results_are_read_after_the_connection_was_closed(pair: Pair) -> Non
     gc.collect()
     assert worker_reads_its_tether()  # the last view was the last reason to stay
     assert client.exchange.lend([carrier_of(full(5))], frames := []) and len(frames) == 1
+
+
+@pytest.mark.parametrize("end", [Exchange.leave, Exchange.end])
+def test_a_reply_that_is_read_after_the_end_says_so(end: Callable[[Exchange], None], pair: Pair) -> None:
+    client, worker = pair
+    end(client.exchange)
+    with pytest.raises(Ended):
+        worker.send(full(7))
 
 
 def test_what_a_peer_borrowed_stays_lent_until_it_is_gone(pair: Pair) -> None:

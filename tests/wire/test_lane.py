@@ -138,6 +138,16 @@ def test_a_closed_end_says_so(ends: tuple[Lane, Lane]) -> None:
             act()
 
 
+def test_answers_are_read_though_the_worker_ended_with_calls_unread(ends: tuple[Lane, Lane]) -> None:
+    client, worker = ends
+    worker.send_nowait([b"\x91answer"])
+    client.send_nowait([b"\x91call"])
+    worker.close()
+    assert client.receive() == [b"\x91answer"]
+    with pytest.raises(Unreachable):
+        client.receive()
+
+
 def test_a_peer_that_does_not_read_blocks_nobody(ends: tuple[Lane, Lane]) -> None:
     with pytest.raises(TooLong):
         for _ in range(10_000):

@@ -78,6 +78,17 @@ def test_end_of_file_is_news(ends: tuple[Tether, Tether]) -> None:
     assert not ends[1].send_nowait(Segment(1, 2))
 
 
+def test_what_was_said_is_heard_though_the_peer_ended_with_something_unread(
+    ends: tuple[Tether, Tether],
+) -> None:
+    ends[0].send(Segment(1, 2))
+    ends[1].send(Segment(3, 4))
+    ends[0].close()
+    assert ends[1].receive(0) == (Segment(1, 2), [])
+    with pytest.raises(TetherClosedError):
+        ends[1].receive(0)
+
+
 def test_a_tether_closes_with_its_object(ends: tuple[Tether, Tether]) -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     tether, kept = Tether(one), Tether(other)

@@ -162,7 +162,13 @@ class Lane:
     def _receive_into(self, buffer: memoryview, flags: int) -> int:
         """Bytes of the next packet."""
         try:
-            count = self._socket.recv_into(buffer, 0, flags)
+            try:
+                count = self._socket.recv_into(buffer, 0, flags)
+            except ConnectionResetError as error:
+                if came_from_handler(error):
+                    raise
+                # the peer ended with something unread: what it had said comes after this error
+                count = self._socket.recv_into(buffer, 0, flags)
         except OSError as error:
             if came_from_handler(error):
                 raise

@@ -98,9 +98,9 @@ class Tether:
         self._check_room()
         try:
             self._socket.settimeout(timeout_s)
-            packet, rights, flags, _ = self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+            packet, rights, flags, _ = self._receive()
         except OSError as error:
-            if came_from_handler(error):
+            if came_from_handler(error, 1):
                 raise
             if isinstance(error, (BlockingIOError, socket.timeout)):
                 return None
@@ -116,6 +116,14 @@ class Tether:
             for fd in descriptors:
                 os.close(fd)
             raise
+
+    def _receive(self) -> Any:
+        try:
+            return self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except (
+            ConnectionResetError
+        ):  # it ended with something unread; what it had said comes after this error
+            return self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
 
     def _check_room(self) -> None:
         """The kernel drops descriptors that do not fit, for ever: so they are only asked for where they do."""

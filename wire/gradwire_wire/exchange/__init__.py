@@ -28,7 +28,6 @@ import numpy as np
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME, DType
 from gradwire_wire.errors import (
-    ClosedError,
     GradwireError,
     MemoryExhaustedError,
     ProtocolError,
@@ -37,13 +36,14 @@ from gradwire_wire.errors import (
 from gradwire_wire.exchange.dense import dense_strides
 from gradwire_wire.exchange.lending import INLINE_BYTES, Lender, NotShared
 from gradwire_wire.exchange.memory import Memory, SlotHolder
-from gradwire_wire.exchange.tethered import close_all
+from gradwire_wire.exchange.tethered import Ended, close_all
 from gradwire_wire.headers import IS_COPIED, Header, check_place, checked_header, small_layout
 from gradwire_wire.segments import ForeignSegment, Lease, Ledger
 from gradwire_wire.tether import Tether
 
 __all__ = [
     "INLINE_BYTES",
+    "Ended",
     "Exchange",
     "Memory",
     "NotShared",
@@ -136,7 +136,7 @@ class Exchange(Lender):
     ) -> Carrier:
         segment = self._theirs.get(number)
         if segment is None:
-            raise ClosedError("the connection was closed while its reply was read")
+            raise Ended
         if not 0 < loan < Ledger.LOANS:
             raise ProtocolError(f"a header in a segment, with loan {loan}")
         if not segment.is_mapped:
@@ -215,6 +215,7 @@ class Exchange(Lender):
         """The last of `end`: nothing of what was exchanged is held here any more (lock held)."""
         self._announced.clear()
         self._theirs.clear()
+        self._tether = None
         self._passed.clear()
         for descriptors in self.take_lanes():
             close_all(descriptors)

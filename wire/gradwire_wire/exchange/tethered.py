@@ -13,7 +13,14 @@ from gradwire_wire.exchange.memory import Memory
 from gradwire_wire.segments import ForeignSegment
 from gradwire_wire.tether import Tether, TetherClosedError
 
-__all__ = ["Tethered", "close_all"]
+__all__ = ["Ended", "Tethered", "close_all"]
+
+
+class Ended(ClosedError):
+    """This end was closed, or the peer is gone, while what it lends was looked at."""
+
+    def __init__(self) -> None:
+        super().__init__("the connection was closed while its reply was read")
 
 
 class Tethered:
@@ -53,7 +60,7 @@ class Tethered:
                 pass
             segment = self._theirs.get(number)
             if segment is None and self._tether is None:
-                raise ClosedError("the connection was closed while its reply was read")
+                raise Ended
             if segment is None:
                 raise ProtocolError(f"segment {number} was never announced")
         return segment.nbytes
