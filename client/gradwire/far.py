@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from gradwire.connection import LOOK_MS, Connection
-from gradwire.handshake import Ask, checked_welcome, hello_of
+from gradwire.handshake import Ask, checked_welcome, hello_of, with_grace
 from gradwire.life import Life
 from gradwire.lines import Lines
 from gradwire_wire import messages, sockets
@@ -85,7 +85,7 @@ class FarConnection(Connection):
         return lines, exchange, ours
 
     def _answer(self, line: sockets.Dealer, timeout_s: float, is_busy: Ask) -> Any:
-        deadline = time.monotonic() + timeout_s
+        deadline, is_waited_for = time.monotonic() + timeout_s, with_grace(is_busy)
         while True:
             try:
                 received = line.receive()
@@ -94,9 +94,9 @@ class FarConnection(Connection):
                 if not self.life.is_there:
                     raise ConnectError(f"worker {self.facts.name!r} ended during the handshake") from None
             if time.monotonic() > deadline:
-                if not is_busy():
+                if not is_waited_for():
                     break
-                deadline += timeout_s
+                deadline = time.monotonic() + timeout_s
         raise DeadlineError(
             f"worker {self.facts.name!r} at {self.facts.endpoint} did not answer within {timeout_s} s; perhaps a firewall lets "
             "only the broker's port through"

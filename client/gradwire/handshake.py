@@ -13,7 +13,7 @@ from gradwire_wire.exchange import Exchange, Memory, close_all
 from gradwire_wire.segments import Ledger
 from gradwire_wire.tether import Tether, TetherClosedError
 
-__all__ = ["Ask", "Shared", "checked_welcome", "hello_of", "shake_hands"]
+__all__ = ["Ask", "Shared", "checked_welcome", "hello_of", "shake_hands", "with_grace"]
 
 
 Ask = Callable[[], bool]
@@ -33,6 +33,18 @@ def hello_of(facts: WorkerFacts, client_id: bytes) -> messages.Hello:
     return messages.Hello(messages.PROTOCOL, facts.token, client_id, os.getpid())
 
 
+def with_grace(is_busy: Ask) -> Ask:
+    """Whether it is busy, or was when that was asked last: its turn has come in between, and its answer is on the way."""
+    was_busy = False
+
+    def is_waited_for() -> bool:
+        nonlocal was_busy
+        before, was_busy = was_busy, is_busy()
+        return before or was_busy
+
+    return is_waited_for
+
+
 def shake_hands(
     tether: Tether, facts: WorkerFacts, client_id: bytes, memory: Memory, timeout_s: float, is_busy: Ask
 ) -> Shared:
@@ -40,12 +52,12 @@ def shake_hands(
 
     ConnectError, VersionMismatchError, DeadlineError, ProtocolError.
     """
-    ours = Ledger(memory.folder)
+    ours, is_waited_for = Ledger(memory.folder), with_grace(is_busy)
     try:
         tether.send(hello_of(facts, client_id), ours.descriptors, timeout_s)
         ours.close()
         while (received := tether.receive(timeout_s)) is None:
-            if not is_busy():
+            if not is_waited_for():
                 raise DeadlineError(f"worker {facts.name!r} did not answer within {timeout_s} s")
     except TetherClosedError as error:
         raise ConnectError(f"worker {facts.name!r} hung up during the handshake") from error

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +39,12 @@ def sleep(seconds):
     import time
     time.sleep(seconds)
 
+def stay(begun, end):
+    import time
+    open(begun, "w").close()
+    while not os.path.exists(end):
+        time.sleep(0.01)
+
 class Sum:
     def __init__(self):
         self.total = 0.0
@@ -58,6 +68,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "far_ops.py").write_text(OPS)
     (made / "private_ops.py").write_text(OPS)
     return made
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
 
 
 def free_port() -> int:
@@ -175,15 +192,26 @@ def test_a_worker_at_tcp_that_does_not_welcome_leaves_nothing_here(
 
 
 def test_who_comes_over_tcp_during_a_long_call_waits_for_its_turn(
-    far: str, alice: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    far: str, alice: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 2.0)
-    with gw.connect("tests-far") as bridge, gw.connect(far) as late:
-        long = bridge["w"].function("far_ops:sleep").options(timeout=5.0).submit(600.0)
-        assert late["w"].function("far_ops:double")(2) == 4
-        with pytest.raises(gw.DeadlineError):
-            long.result(60)
-    assert "'w' is in somebody's call" in capsys.readouterr().err
+    """The call ends once it is told what it waits for."""
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        gw.connect("tests-far") as bridge,
+        gw.connect(far) as late,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stay = bridge["w"].function("far_ops:stay")
+        long = stay.submit(str(tmp_path / "begun"), str(tmp_path / "end"))
+        until((tmp_path / "begun").exists)
+        monkeypatch.setattr(shared_worker, "HANDSHAKE_S", 0.3)
+        there = pool.submit(lambda: late["w"])
+        try:
+            until(lambda: "'w' is in somebody's call" in said.getvalue())
+        finally:
+            (tmp_path / "end").touch()
+        assert there.result(60).function("far_ops:double")(2) == 4
+        long.result(60)
 
 
 def test_calls_over_tcp_are_traced_and_the_bridge_can_be_closed_then(

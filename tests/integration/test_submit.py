@@ -8,6 +8,7 @@ import gc
 import os
 import pathlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, wait
@@ -97,7 +98,10 @@ def test_an_error_that_was_handled_holds_nothing(workers: tuple[gw.Worker, gw.Wo
     gc.collect()
     gc.disable()
     try:
-        assert program()() is None
+        result, deadline = program(), time.monotonic() + 60
+        while result() is not None:  # the thread that brought the error may be at it still
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
         gc.enable()
 
@@ -140,24 +144,28 @@ def test_cancelled_before_it_could_begin(workers: tuple[gw.Worker, gw.Worker]) -
     assert double.submit(np.array(1.0)).result(60) == 2.0
 
 
-def test_the_callers_grad_mode_follows(torch_python: Any) -> None:
+@pytest.fixture(scope="module")
+def torch_worker(torch_python: pathlib.Path) -> Iterator[gw.Worker]:
+    with gw.connect() as bridge:
+        yield bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)
+
+
+def test_the_callers_grad_mode_follows(torch_worker: gw.Worker) -> None:
     """As if the call had been made here: what is submitted under no_grad records nothing."""
     import torch
 
-    with gw.connect() as bridge:
-        worker = bridge.worker("torch", python=torch_python, threads=1)
-        linear, norm = worker.module("torch.nn:Linear", 3, 2), worker.module("torch.nn:LayerNorm", 3)
-        x = torch.ones(3)
-        with torch.no_grad():
-            silent = linear.submit(x)
-            chained = linear.submit(norm.submit(x))
-            with torch.enable_grad():
-                recorded = linear.submit(x)
-        with torch.inference_mode():
-            inferred = linear.submit(x)
-        assert not silent.result().requires_grad and not chained.result().requires_grad
-        assert recorded.result().requires_grad and linear.submit(x).result().requires_grad
-        assert inferred.result().is_inference()
+    linear, norm = torch_worker.module("torch.nn:Linear", 3, 2), torch_worker.module("torch.nn:LayerNorm", 3)
+    x = torch.ones(3)
+    with torch.no_grad():
+        silent = linear.submit(x)
+        chained = linear.submit(norm.submit(x))
+        with torch.enable_grad():
+            recorded = linear.submit(x)
+    with torch.inference_mode():
+        inferred = linear.submit(x)
+    assert not silent.result().requires_grad and not chained.result().requires_grad
+    assert recorded.result().requires_grad and linear.submit(x).result().requires_grad
+    assert inferred.result().is_inference()
 
 
 def test_awaited(workers: tuple[gw.Worker, gw.Worker]) -> None:
@@ -265,16 +273,16 @@ def test_small_arguments_are_taken_at_once(workers: tuple[gw.Worker, gw.Worker])
 
 
 def test_what_is_under_way_is_bounded() -> None:
-    """10,000 calls of 1 MiB, each with an array of its own: neither process has more than some of them."""
+    """2,000 calls of 1 MiB, each with an array of its own: neither process has more than some of them."""
     with gw.connect() as bridge:
         first = bridge.worker("numpy", path=[TARGETS]).function("submitted:first")
         first(np.ones(1 << 17))
         futures = []
         highest = 0
-        for i in range(10_000):
+        for i in range(2000):
             futures.append(first.submit(np.full(1 << 17, float(i))))
             highest = max(highest, bridge._memory.arena.resident_bytes)
-        assert [float(f.result(60)[0]) for f in futures] == [float(i) for i in range(10_000)]
+        assert [float(f.result(60)[0]) for f in futures] == [float(i) for i in range(2000)]
         assert highest < 40 << 20
 
 
@@ -286,7 +294,7 @@ def test_answers_that_nobody_reads_for_a_while(workers: tuple[gw.Worker, gw.Work
         spread.submit(small(0)).result(60)
     for _ in range(3):
         futures = [spread.submit(small(i)) for i in range(100)]
-        sum(range(20_000_000))  # no other thread of this process runs meanwhile
+        sum(range(10_000_000))  # no other thread of this process runs meanwhile
         for i, future in enumerate(futures):
             np.testing.assert_array_equal(future.result(60), np.full(1024, float(i)))
 
@@ -325,8 +333,9 @@ def test_a_worker_that_dies_under_them(tmp_path: pathlib.Path) -> None:
 @on_lanes
 def test_a_deadline_counts_from_when_the_worker_could_begin(workers: tuple[gw.Worker, gw.Worker]) -> None:
     nap, double = workers[0].function("submitted:nap"), workers[0].function("any_framework:double")
-    patient = nap.options(timeout=2.0)
-    for future in [patient.submit(small(i), 0.3) for i in range(8)]:
+    nap.submit(small(0), 3.3)
+    patient = nap.options(timeout=3.0)
+    for future in [patient.submit(small(i), 0.05) for i in range(8)]:
         future.result(60)
     hasty = nap.options(timeout=0.3)
     late, after = hasty.submit(small(1), 600.0), [double.submit(small(i)) for i in range(20)]
@@ -337,16 +346,17 @@ def test_a_deadline_counts_from_when_the_worker_could_begin(workers: tuple[gw.Wo
 
 
 @on_lanes
-def test_cancelled_while_it_waits(workers: tuple[gw.Worker, gw.Worker]) -> None:
-    note, noted, nap = (workers[0].function(f"submitted:{name}") for name in ("note", "noted", "nap"))
+def test_cancelled_while_it_waits(workers: tuple[gw.Worker, gw.Worker], tmp_path: pathlib.Path) -> None:
+    note, noted, waits = (workers[0].function(f"submitted:{name}") for name in ("note", "noted", "waits_for"))
     noted(small(0))
 
     async def act() -> list[Future[Any]]:
-        nap.submit(small(0), 0.5)
+        waits.submit(str(tmp_path / "cancelled"))
         return [note.submit(small(i)) for i in range(300)]
 
     futures = asyncio.run(act())
     cancelled = [i for i in range(200, 300) if futures[i].cancel()]
+    (tmp_path / "cancelled").touch()
     assert len(cancelled) == 100
     assert [float(f.result(60)[0]) for f in futures[:200]] == list(range(200))
     np.testing.assert_array_equal(noted(small(0)), np.arange(200))
@@ -431,27 +441,25 @@ def test_closed_with_calls_under_way() -> None:
 
 
 @on_lanes
-def test_state_changes_after_what_was_submitted(torch_python: pathlib.Path) -> None:
+def test_state_changes_after_what_was_submitted(torch_worker: gw.Worker) -> None:
     """In torch: what records nothing goes at once, what records has its gradient, and modes change in between."""
     torch = pytest.importorskip("torch")
-    with gw.connect() as bridge:
-        worker = bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)
-        net, x = worker.module("submitted_net:make"), torch.ones(4)
-        net.train()
-        with torch.no_grad():
-            before = [net.submit(x) for _ in range(200)]
-            net.eval()
-            after = [net.submit(x) for _ in range(200)]
-        assert [float(f.result(60)) for f in before + after] == [1.0] * 200 + [0.0] * 200
-        assert not before[0].result().requires_grad
-        worker.restart(discard_state=True)
-        net.train()
-        worker.restart(discard_state=True)
-        with torch.no_grad():
-            before = [net.submit(x) for _ in range(20)]
-            net.eval()
-            after = [net.submit(x) for _ in range(20)]
-        assert [float(f.result(60)) for f in before + after] == [1.0] * 20 + [0.0] * 20
-        leaf = torch.ones(4, requires_grad=True)
-        net.submit(leaf).result(60).backward()
-        assert leaf.grad is not None and leaf.grad.shape == (4,)
+    net, x = torch_worker.module("submitted_net:make"), torch.ones(4)
+    net.train()
+    with torch.no_grad():
+        before = [net.submit(x) for _ in range(200)]
+        net.eval()
+        after = [net.submit(x) for _ in range(200)]
+    assert [float(f.result(60)) for f in before + after] == [1.0] * 200 + [0.0] * 200
+    assert not before[0].result().requires_grad
+    torch_worker.restart(discard_state=True)
+    net.train()
+    torch_worker.restart(discard_state=True)
+    with torch.no_grad():
+        before = [net.submit(x) for _ in range(20)]
+        net.eval()
+        after = [net.submit(x) for _ in range(20)]
+    assert [float(f.result(60)) for f in before + after] == [1.0] * 20 + [0.0] * 20
+    leaf = torch.ones(4, requires_grad=True)
+    net.submit(leaf).result(60).backward()
+    assert leaf.grad is not None and leaf.grad.shape == (4,)

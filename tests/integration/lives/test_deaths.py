@@ -283,12 +283,19 @@ def test_a_killed_broker_takes_everything_along(
     link.interrupt(facts.incarnation)
 
 
-def test_a_start_under_way_ends_with_the_broker(link: Any, worker: Callable[..., Any]) -> None:
-    import threading
+def test_a_start_under_way_ends_with_the_broker(
+    link: Any, worker: Callable[..., Any], tmp_path: Path
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
 
-    threading.Timer(0.5, os.kill, (link._broker._process.pid, signal.SIGKILL)).start()
-    with pytest.raises(WorkerStartError, match="the broker ended"):
-        worker(importing=SLEEP)
+    note = tmp_path / "pid"
+    importing = f"import os; open({str(note)!r}, 'w').write(str(os.getpid())); " + SLEEP
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(worker, importing=importing)
+        number_in(note)
+        os.kill(link._broker._process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerStartError, match="the broker ended"):
+            start.result(BACKSTOP_S)
 
 
 def test_a_terminated_broker_ends_in_order(link: Any, worker: Callable[..., Any], until: Any) -> None:

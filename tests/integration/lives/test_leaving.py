@@ -69,7 +69,10 @@ def test_r51_a_killed_broker_leaves_the_program_alone(
 ) -> None:
     one = program(PROGRAM.format(load=LOADS[load], before=""))
     broker, _ = map(int, one.line().split())
-    opened = [os.readlink(fd) for fd in Path(f"/proc/{broker}/fd").iterdir()]
+    opened = []
+    for fd in Path(f"/proc/{broker}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            opened.append(os.readlink(fd))
     root = os.environ["XDG_RUNTIME_DIR"]
     (folder,) = [path for path in opened if path.startswith(root) and os.path.isdir(path)]
     os.kill(broker, signal.SIGKILL)
@@ -124,7 +127,17 @@ def test_killed_while_the_broker_starts(program: Callable[..., Any], until: Any)
         assert not one.wait_gone()
 
 
-def test_r51_what_was_left_by_all_killed_is_swept(program: Callable[..., Any], tmp_path: Path) -> None:
+def all_stand_still(pid: int) -> bool:
+    """Whether every thread of the process is stopped."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # one has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+def test_r51_what_was_left_by_all_killed_is_swept(program: Callable[..., Any], until: Any) -> None:
+    import select
     import shutil
     import tempfile
 
@@ -133,8 +146,16 @@ def test_r51_what_was_left_by_all_killed_is_swept(program: Callable[..., Any], t
         env = {"XDG_RUNTIME_DIR": str(root)}
         one = program(PROGRAM.format(load={}, before=""), env=env)
         broker, worker = map(int, one.line().split())
-        kill("broker+program+worker", {"program": one.process.pid, "broker": broker, "worker": worker})
+        pids = {"program": one.process.pid, "broker": broker, "worker": worker}
+        ends = [os.pidfd_open(pid) for pid in (broker, worker)]
+        for pid in (one.process.pid, broker):  # neither tidies up in the time between the two kills
+            os.kill(pid, signal.SIGSTOP)
+            until(lambda pid=pid: all_stand_still(pid))
+        kill("broker+program+worker", pids)
         assert not one.wait_gone()
+        for end in ends:  # with their last threads, which have the folder locked
+            assert select.select([end], [], [], 60.0)[0]
+            os.close(end)
         (left,) = root.iterdir()
         other = program(
             "link = standin.link(); print(*os.listdir(os.environ['XDG_RUNTIME_DIR'])); link.close()", env=env
@@ -212,7 +233,6 @@ def test_r56_a_bridge_opened_in_a_thread_that_ends(program: Callable[..., Any]) 
             made.append(standin.worker(made[0]))
         thread = threading.Thread(target=open_it)
         thread.start(); thread.join()
-        time.sleep(1.0)
         link, facts = made
         print(link.death_of(facts.incarnation, 0.5), os.path.exists(f"/proc/{facts.pid}"), standin.worker(link).name)
         """)
@@ -230,21 +250,24 @@ def test_r61_three_at_once_do_not_meet(program: Callable[..., Any]) -> None:
 
 
 def test_idle_processes_use_no_processor(program: Callable[..., Any]) -> None:
+    """Once they have come to rest: who looks for something again and again does so for ever."""
     one = program("""
         link = standin.link()
         facts = standin.worker(link)
         link.every_second(lambda: None)
-        time.sleep(0.5)
         def ticks(pid):
             fields = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
             return int(fields[11]) + int(fields[12])
         pids = (os.getpid(), link._broker._process.pid, facts.pid)
-        before = [ticks(pid) for pid in pids]
-        time.sleep(4)
-        print(*(ticks(pid) - was for pid, was in zip(pids, before)))
+        for _ in range(10):
+            before = [ticks(pid) for pid in pids]
+            time.sleep(3)
+            used = [ticks(pid) - was for pid, was in zip(pids, before)]
+            if max(used) <= 1: break
+        print(*used)
         """)
     used = [int(n) for n in one.end()[1].split()]
-    assert max(used) <= 2, used  # of 400 ticks
+    assert max(used) <= 1, used  # of 300 ticks
 
 
 def test_nothing_grows_over_many_lives(program: Callable[..., Any]) -> None:
@@ -257,9 +280,15 @@ def test_nothing_grows_over_many_lives(program: Callable[..., Any]) -> None:
         def life():
             facts = standin.worker(link)
             link.stop_worker(facts.incarnation)
+        def all_of_it():
+            return held(os.getpid()), held(broker), threading.active_count(), len(os.listdir(link._broker.folder))
         for _ in range(3): life()
-        before = held(os.getpid()), held(broker), threading.active_count()
+        before = all_of_it()
         for _ in range(12): life()
-        print(before == (held(os.getpid()), held(broker), threading.active_count()), len(os.listdir(link._broker.folder)))
+        for _ in range(3000):  # ZeroMQ's threads, and the broker, may be at what is left of the last one
+            after = all_of_it()
+            if after[3] == 1 and all(now <= was for now, was in zip(after, before)): break
+            time.sleep(0.01)
+        print(after[3] == 1 and all(now <= was for now, was in zip(after, before)), before, after)
         """)
-    assert one.end(60)[1] == "True 1\n"
+    assert one.end()[1].startswith("True ")

@@ -60,7 +60,7 @@ def test_output_while_starting_is_shown_too(program: Callable[..., Any]) -> None
 def test_what_is_printed_last_is_shown(program: Callable[..., Any]) -> None:
     one = program(
         "link = standin.link(); facts = standin.worker(link, serving=\"print('by', end=' ', flush=True); raise SystemExit('e')\")\n"
-        "link.death_of(facts.incarnation, 5)\nlink.close()"
+        "link.death_of(facts.incarnation, 60)\nlink.close()"
     )
     assert one.end()[2] == "[numpy] by e\n"
 
@@ -119,13 +119,16 @@ def test_r60_a_program_that_stands_still_holds_up_nobody(program: Callable[..., 
 
 
 def test_the_bound_says_what_was_dropped(program: Callable[..., Any], tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    code = f"for i in range(400): print('x' * 99_999)\nopen({str(note)!r}, 'w').write('through')\nprint('the end')"
+    note, held = tmp_path / "note", tmp_path / "held"
+    code = (
+        f"import os, time\nwhile not os.path.exists({str(held)!r}): time.sleep(0.01)\n"
+        f"for i in range(400): print('x' * 99_999)\nopen({str(note)!r}, 'w').write('through')\nprint('the end')"
+    )
     one = program(f"""
         import ctypes
         link = standin.link()
         standin.worker(link, serving={code!r})
-        ctypes.PyDLL(None).system(b"while ! [ -e '{note}' ]; do sleep 0.1; done")  # the GIL is held meanwhile
+        ctypes.PyDLL(None).system(b"touch '{held}'; while ! [ -e '{note}' ]; do sleep 0.1; done")  # the GIL is held meanwhile
         time.sleep(600)
         """)
     wait_for(note)

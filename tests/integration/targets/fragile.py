@@ -114,7 +114,7 @@ def fork_apart(x: Any, note: str) -> Any:
     child = os.fork()
     if not child:
         os.setsid()
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     Path(note).write_text(str(child))
     return x
@@ -280,7 +280,7 @@ def remote_of(facts: list[Any], target: str) -> Any:
 
     key = (facts[1], target)
     if key not in _remotes:
-        connection = Connection(_NoLink(), WorkerFacts(*facts, {}), Memory(), 5.0)  # type: ignore[arg-type]
+        connection = Connection(_NoLink(), WorkerFacts(*facts, {}), Memory(), 60.0)  # type: ignore[arg-type]
         handle = Handle(lambda: connection, "function", target, positional(0), [])
         _remotes[key] = Remote(handle, Background("nested"))
     return _remotes[key]
@@ -295,7 +295,7 @@ def relay(x: Any, stations: list[Any], how: str = "plainly") -> Any:
     if way == "in a thread":
         return _in_thread(lambda: following(x, rest))
     if way == "submitted":
-        return following.submit(x, rest).result(20.0)
+        return following.submit(x, rest).result(60.0)
     if way == "asyncio":
         import asyncio
 

@@ -34,7 +34,7 @@ def nap(x: Any, seconds: float) -> Any:
 
 def waits_for(path: str) -> bool:
     """Whether somebody makes that file, before the time is up."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not os.path.exists(path) and time.monotonic() < until:
         time.sleep(0.01)
     return os.path.exists(path)
