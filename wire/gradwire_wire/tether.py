@@ -120,9 +120,10 @@ class Tether:
     def _receive(self) -> Any:
         try:
             return self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except (
-            ConnectionResetError
-        ):  # it ended with something unread; what it had said comes after this error
+        except ConnectionResetError as error:
+            if came_from_handler(error):
+                raise
+            # the peer ended with something unread: what it had said comes after this error
             return self._socket.recvmsg(MAX_PACKET, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
 
     def _check_room(self) -> None:
