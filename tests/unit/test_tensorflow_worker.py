@@ -548,19 +548,63 @@ class Assigning(keras.layers.Layer):
         return x @ self.kernel
 
 
-@pytest.mark.parametrize("first", ["run", "keep"])
-def test_a_layer_that_is_built_at_its_first_call_is_as_in_one_process(first: str) -> None:
+class Holding(tf.Module):
+    """A module that is no layer, and has one, or makes variables itself, when it is called first."""
+
+    def __init__(self, layer: Any = None) -> None:
+        super().__init__()
+        self.layer, self.kernel = layer, None
+
+    def __call__(self, x: Any) -> Any:
+        if self.layer is not None:
+            return self.layer(x)
+        if self.kernel is None:
+            self.kernel = tf.Variable(tf.zeros((3, 2)))
+            self.kernel.assign(tf.ones((3, 2)))
+        return x @ self.kernel
+
+
+UNBUILT: dict[str, Callable[[], Any]] = {
+    "layer": Assigning,
+    "layer in a tf.Module": lambda: Holding(Assigning()),
+    "tf.Module": Holding,
+}
+
+
+@pytest.mark.parametrize("make", UNBUILT.values(), ids=UNBUILT.keys())
+@pytest.mark.parametrize("first", ["run", "keep", "spec"])
+def test_what_is_built_at_its_first_call_is_as_in_one_process(first: str, make: Callable[[], Any]) -> None:
     """Also its gradients: a trace that is stopped in the middle would leave it half built, and none would reach its weights."""
-    program, x = engine.program(Assigning(), is_module=True), tf.ones((4, 3))
+    program, x = engine.program(make(), is_module=True), tf.ones((4, 3))
     site = site_of(1, training=program.training, accumulate=True)
     if first == "run":
         close(program.run(site, (), [x])[0], [tf.fill((4, 2), 3.0)])
+    elif first == "spec":
+        assert program.spec(site, [Aval((4, 3), BY_NAME["float32"])])[0][0].shape == (4, 2)
     for count in (1, 2):
         result, kept = program.keep(site, (), [x])
         close(result[0], [tf.fill((4, 2), 3.0)])
         kept.derive(("T", (0,), 1), [tf.ones((4, 2))], keep=False, accumulate=True)
         (bar,) = program.grads().values()
         close([bar], [tf.fill((3, 2), 4.0 * count)])
+
+
+def test_shapes_of_a_module_that_makes_what_each_call_moves_are_told_after_a_call() -> None:
+    class Counting(tf.Module):
+        count = None
+
+        def __call__(self, x: Any) -> Any:
+            if self.count is None:
+                self.count = tf.Variable(0.0)
+            return x + self.count.assign_add(1.0)
+
+    avals = [Aval((2,), BY_NAME["float32"])]
+    with pytest.raises(UsageError, match="call it once before this"):
+        engine.program(Counting(), is_module=True).spec(site_of(1), avals)
+    program = engine.program(Counting(), is_module=True)
+    close(program.run(site_of(1), (), [tf.ones(2)])[0], [tf.fill((2,), 2.0)])
+    program.spec(site_of(1), avals)
+    close(program.run(site_of(1), (), [tf.ones(2)])[0], [tf.fill((2,), 3.0)])
 
 
 def test_a_function_that_makes_variables_at_each_call_is_not_traced() -> None:

@@ -17,7 +17,7 @@ from gradwire_workers.flat import Flat
 from gradwire_workers.keras_layers import derived_anew
 from gradwire_workers.program import Result, WorkerSite
 from gradwire_workers.tensorflow.graphs import MakesVariables, Traced, variables_may_be_made
-from gradwire_workers.tensorflow.modules import Module
+from gradwire_workers.tensorflow.modules import Module, built_outside, value_of
 from gradwire_workers.tensorflow.randomness import seeded
 from gradwire_workers.tensorflow.replays import NotReplayable
 from gradwire_workers.tensorflow.residuals import Keeping, Replayed, Taped, taped
@@ -29,6 +29,11 @@ MAX_TRACES = 256
 # Parts of messages that say: this tensor has no value yet.
 _ABOUT_TRACING = ("ymbolic", "'Tensor' object has no attribute", "raph execution", "AutoGraph", "tf.function")
 _NOT_IN_GRAPH = getattr(tf.errors, "OperatorNotAllowedInGraphError", TypeError)
+_MOVED = (
+    "the module makes variables at its first call and assigns to them at every call; to tell its results' shapes it was called with zeros, "
+    "which has moved its state. worker.restart(), and call it once before this (outside of compiled code), or make its variables in its "
+    "factory"
+)
 
 
 def _call(target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -49,7 +54,8 @@ class Target:
         )
 
     def _plain(self, /, *args: Any, **kwargs: Any) -> Any:
-        with derived_anew(self._module.layers()):
+        layers = self._module.layers()
+        with derived_anew(layers), built_outside(layers):
             return self._call(self._module.target, args, self._module.keywords(kwargs, self._mode))
 
     @contextmanager
@@ -156,16 +162,23 @@ class SiteFunction:
                 return self._trace((), specs)
             except MakesVariables:
                 self._run_at_zeros(specs)
-                return self._trace((), specs, may_make=True)
+                made = self._trace((), specs, may_make=True)
+                if self._module.has_state and made.graph.assigns:
+                    raise UsageError(_MOVED)
+                return made
 
         trace: Trace = self._cached(((), _signature(specs)), make)
         return trace
 
     def _run_at_zeros(self, specs: Sequence[Any]) -> None:
-        """A function that loads a model at its first call has it from then on, with its weights."""
+        """A target that loads a model, or makes variables, at its first call has them from then on, with what it assigns to them."""
+        had = self._module.named().values() if self._module.has_state else ()
+        before = [(v, tf.identity(value_of(v))) for v in had]
         try:
             with seeded(self.seed, self._module):
                 self._function(*[tf.zeros(s.shape, s.dtype) for s in specs])
+            for variable, value in before:
+                variable.assign(value)
         except Exception as error:
             raise UsageError(
                 "the target makes variables at its first call (a model that is loaded when it is needed?), and so its results' shapes "
@@ -202,8 +215,8 @@ class SiteFunction:
         return None
 
     def _trace(self, word: tuple[Any, ...], specs: Sequence[Any], may_make: bool = False) -> Trace:
-        """may_make: that a function makes variables is no matter. A module may: stopped in the middle, Keras would leave it half built."""
-        may_make = may_make or self._module.has_state
+        """may_make: that the target makes variables is no matter. Keras may: stopped in the middle, it would leave a layer half built."""
+        may_make = may_make or self._module.is_keras
         try:
             graph = Traced(outermost(self._function, word), specs, may_make=may_make)
         except _NOT_IN_GRAPH:
@@ -235,7 +248,7 @@ class SiteFunction:
     def _eagerly(self) -> Iterator[None]:
         """What succeeds here and could not be traced is not traced again."""
         failed, self._trace_failed = self._trace_failed, False
-        with seeded(self.seed, self._module), variables_may_be_made(self._module.has_state):
+        with seeded(self.seed, self._module), variables_may_be_made(self._module.is_keras):
             yield
         self._eager = self._eager or failed
 

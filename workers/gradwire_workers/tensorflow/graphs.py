@@ -111,14 +111,21 @@ class Traced:
     @cached_property
     def has_custom_gradients(self) -> bool:
         """Whether a node of it, or of a function that it may call, is a `tf.custom_gradient`."""
-        whole = self.concrete.graph.as_graph_def()
-        bodies = [whole.node, *(f.node_def for f in whole.library.function)]
         return any(
             node.attr["_gradient_op_type"].s.startswith(b"CustomGradient")
-            for body in bodies
-            for node in body
+            for node in self._all_nodes()
             if "_gradient_op_type" in node.attr
         )
+
+    @property
+    def assigns(self) -> bool:
+        """Whether it, or a function that it may call, assigns to a variable."""
+        return any(node.op.startswith(("Assign", "ResourceScatter")) for node in self._all_nodes())
+
+    def _all_nodes(self) -> Iterator[Any]:
+        whole = self.concrete.graph.as_graph_def()
+        for body in (whole.node, *(f.node_def for f in whole.library.function)):
+            yield from body
 
     @cached_property
     def _definition(self) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Iterable, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.keras_layers import is_keras_layer, stable_paths
 
-__all__ = ["Module", "problems_of_state", "resource_of", "unique_names", "value_of"]
+__all__ = ["Module", "built_outside", "problems_of_state", "resource_of", "unique_names", "value_of"]
 
 _MODE_NAMES = ("training", "is_training")
 
@@ -122,6 +124,35 @@ class Module:
             raise UsageError(
                 f"{type(self.target).__qualname__} has no training mode: its call takes none of {', '.join(_MODE_NAMES)}"
             )
+
+
+@contextmanager
+def built_outside(layers: Sequence[Any]) -> Iterator[None]:
+    """What the ``build()`` of these Keras layers, and of those in them, does in a trace is done outside of it, at once.
+
+    Keras 2 does so itself. With Keras 3 the variables alone are made outside, and what is assigned to them is not.
+    """
+    building: list[tuple[dict[str, Any], Any]] = []
+    try:
+        if not tf.executing_eagerly():
+            for part in {id(part): part for layer in layers for part in layer._flatten_layers()}.values():
+                own = part.__dict__
+                if not part.built and "build" in own and not getattr(own["build"], "_is_default", False):
+                    building.append((own, own["build"]))
+                    own["build"] = _lifted(own["build"])
+        yield
+    finally:
+        for own, build in building:
+            own["build"] = build
+
+
+def _lifted(build: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(build)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        with tf.init_scope():
+            return build(*args, **kwargs)
+
+    return lifted
 
 
 def _keywords_of(function: Callable[..., Any]) -> Iterable[str]:
