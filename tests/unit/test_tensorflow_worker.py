@@ -607,6 +607,23 @@ def test_shapes_of_a_module_that_makes_what_each_call_moves_are_told_after_a_cal
     close(program.run(site_of(1), (), [tf.ones(2)])[0], [tf.fill((2,), 3.0)])
 
 
+@pytest.mark.parametrize("first", ["run", "keep", "spec"])
+def test_a_tensor_that_is_kept_of_a_traced_call_is_told(first: str) -> None:
+    kept: list[Any] = []
+
+    def target(x: Any) -> Any:
+        kept.extend([] if kept else [tf.range(3.0)])
+        return x * kept[0]
+
+    program, x = engine.program(target, is_module=False), tf.ones(3)
+    if first == "spec":
+        program.spec(site_of(1), [Aval((3,), BY_NAME["float32"])])
+    else:
+        program.run(site_of(1), (), [x])
+    with pytest.raises(UsageError, match=r"keeps a tensor .* options\(compile=False\)"):
+        getattr(program, "keep" if first == "keep" else "run")(site_of(1), (), [tf.ones((2, 3))])
+
+
 def test_a_function_that_makes_variables_at_each_call_is_not_traced() -> None:
     def target(x: Any) -> Any:
         variable = tf.Variable(tf.zeros_like(x))

@@ -28,6 +28,8 @@ __all__ = ["SiteFunction"]
 MAX_TRACES = 256
 # Parts of messages that say: this tensor has no value yet.
 _ABOUT_TRACING = ("ymbolic", "'Tensor' object has no attribute", "raph execution", "AutoGraph", "tf.function")
+# Parts of messages that say: this tensor is of another graph. The latter two are of TensorFlow before 2.12.
+_KEPT = ("is out of scope", "defined in another function", "external symbolic tensor", 'passed a "Graph" tensor')
 _NOT_IN_GRAPH = getattr(tf.errors, "OperatorNotAllowedInGraphError", TypeError)
 _MOVED = (
     "the module makes variables at its first call and assigns to them at every call; to tell its results' shapes it was called with zeros, "
@@ -105,6 +107,10 @@ class SiteFunction:
     # ---- Evaluation --------------------------------------------------------------------------------------------------
 
     def run(self, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
+        with _explained():
+            return self._run(word, operands)
+
+    def _run(self, word: tuple[Any, ...], operands: Sequence[Any]) -> Result:
         if self._site.accumulate and word and word[-1][0] == "T":
             return self._run_accumulating(word, operands)
         trace = self._traced(word, operands)
@@ -132,16 +138,17 @@ class SiteFunction:
         if trace is not None and not word:
             graph = trace.graph
             function = lambda *operands: graph(operands)  # noqa: E731
-        with self._eagerly():
+        with _explained(), self._eagerly():
             results, kept = taped(self._owner, function, word, operands, self._site.accumulate, rows)
         return _result(word, results, trace.structure if trace is not None else self._flat.structure), kept
 
     def spec(self, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
         """See `Program.spec`. Weights that the target makes at its first call are made."""
         try:
-            trace = self._of(avals)
+            with _explained():
+                trace = self._of(avals)
         except Exception as error:
-            if not any(text in str(error) for text in _ABOUT_TRACING):
+            if isinstance(error, UsageError) or not any(text in str(error) for text in _ABOUT_TRACING):
                 raise
             raise UsageError(
                 f"the shapes of the results cannot be told without running the target: it looks at values "
@@ -177,14 +184,15 @@ class SiteFunction:
         try:
             with seeded(self.seed, self._module):
                 self._function(*[tf.zeros(s.shape, s.dtype) for s in specs])
-            for variable, value in before:
-                variable.assign(value)
         except Exception as error:
             raise UsageError(
                 "the target makes variables at its first call (a model that is loaded when it is needed?), and so its results' shapes "
                 f"cannot be told before; with zeros it raised {type(error).__name__}: {error}. Load the model when its file is imported, "
                 "or call the function once before this"
             ) from error
+        finally:
+            for variable, value in before:
+                variable.assign(value)
 
     # ---- Tracing -----------------------------------------------------------------------------------------------------
 
@@ -251,6 +259,21 @@ class SiteFunction:
         with seeded(self.seed, self._module), variables_may_be_made(self._module.is_keras):
             yield
         self._eager = self._eager or failed
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not any(text in str(error) for text in _KEPT):
+            raise
+        raise UsageError(
+            "the target keeps a tensor that it made in one call for those after it (a table that is computed at the first?), and that call "
+            "was traced, or its shapes were asked for: the tensor was a part of that graph. worker.restart(), and make the tensor when the "
+            "file is imported, or as a numpy array; or use options(compile=False), with out_spec=... in compiled programs, from the first "
+            f"call on ({str(error).strip().partition(chr(10))[0]})"
+        ) from error
 
 
 def _signature(tensors: Sequence[Any]) -> tuple[Any, ...]:
