@@ -129,6 +129,12 @@ class SiteFunction:
     def keep(
         self, word: tuple[Any, ...], operands: Sequence[Any], *, rows: bool = False
     ) -> tuple[Result, Replayed | Taped]:
+        with _explained():
+            return self._keep(word, operands, rows)
+
+    def _keep(
+        self, word: tuple[Any, ...], operands: Sequence[Any], rows: bool
+    ) -> tuple[Result, Replayed | Taped]:
         trace = self._traced(word, operands)
         keeping = None if trace is None else self._keeping(word, operands, trace.graph)
         if trace is not None and keeping is not None:
@@ -138,7 +144,7 @@ class SiteFunction:
         if trace is not None and not word:
             graph = trace.graph
             function = lambda *operands: graph(operands)  # noqa: E731
-        with _explained(), self._eagerly():
+        with self._eagerly():
             results, kept = taped(self._owner, function, word, operands, self._site.accumulate, rows)
         return _result(word, results, trace.structure if trace is not None else self._flat.structure), kept
 
