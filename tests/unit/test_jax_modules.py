@@ -38,7 +38,7 @@ def _targets() -> Any:
 
 
 targets = _targets()
-eqx, nnx = targets.eqx, targets.nnx
+eqx, nn, nnx = targets.eqx, targets.linen, targets.nnx
 KINDS = list(targets.MAKERS)
 X = np.random.default_rng(0).normal(size=(5, 3))
 BAR = np.random.default_rng(1).normal(size=(5, 2))
@@ -443,6 +443,7 @@ def test_modules_without_modes() -> None:
     pair = load(targets.make_dense())
     assert set(pair.parameters()) == {"w", "b"} and pair.training is None
     assert call(pair, np.ones((1, 3))).shape == (1, 2)
+    assert load(initialised(Quiet())).training is None
 
 
 class NoisyNnx(nnx.Module):
@@ -453,23 +454,57 @@ class NoisyNnx(nnx.Module):
         return x + jax.random.normal(self.rngs.noise(), x.shape)
 
 
+class NoisyCallNnx(nnx.Module):
+    def __call__(self, x: Any, rngs: Any) -> Any:
+        return x + jax.random.normal(rngs.noise(), x.shape)
+
+
 class NoisyEquinox(eqx.Module):
-    def __call__(self, x: Any, *, key: Any) -> Any:
-        return x + jax.random.normal(key, x.shape)
+    def __call__(self, x: Any, *, key: Any = None) -> Any:
+        return x if key is None else x + jax.random.normal(key, x.shape)
+
+
+class NoisyLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return x + jax.random.normal(self.make_rng("dropout"), x.shape)
+
+
+class Around(nn.Module):
+    """Draws by what it makes when it is called."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return NoisyLinen()(x)
+
+
+class Quiet(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.LayerNorm()(nn.relu(nn.Dense(3)(x)))
+
+
+def initialised(module: Any) -> Any:
+    return module, module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize(
     "make_obj",
     [
         NoisyNnx,
+        NoisyCallNnx,
         NoisyEquinox,
+        lambda: eqx.nn.Sequential([eqx.nn.Lambda(jnp.tanh), NoisyEquinox()]),
+        lambda: initialised(NoisyLinen()),
+        lambda: initialised(Around()),
+        lambda: initialised(nn.Sequential([nn.Dense(3), nn.Dropout(0.5, deterministic=False)])),
         lambda: ((lambda p, x, key: x * p + jax.random.normal(key, x.shape)), jnp.ones(3)),
     ],
 )
 def test_what_is_random_is_in_training_mode_for_no_two_of_its_calls_are_one(make_obj: Any) -> None:
     program = load(make_obj())
     assert program.training is True
-    assert (call(program) != call(program)).all()
+    assert (call(program) != call(program)).any()
     program.train(False)
     assert program.training is False
 

@@ -42,13 +42,6 @@ class CallSignature:
     def first_of(self, names: Sequence[str]) -> Union[str, None]:
         return next((name for name in names if name in self._parameters), None)
 
-    def needs(self, names: Sequence[str]) -> bool:
-        """Whether one of these has no default: what takes a key for the sake of others (`eqx.nn.Linear` does) has one."""
-        return any(
-            name in self._parameters and self._parameters[name].default is inspect.Parameter.empty
-            for name in names
-        )
-
     def with_mode(self, arguments: Arguments, training: bool | None) -> Arguments:
         """UsageError where the call says another mode than the module is in."""
         for name in self.modes if training is not None else ():

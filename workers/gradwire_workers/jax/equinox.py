@@ -34,9 +34,7 @@ class EquinoxModel(Model):
             self.buffers.update(self._state.arrays)
         self._signature = CallSignature(module.__call__)
         self.training = self._mode_of(module, state)
-        if self.training is None and self._signature.needs(
-            KEYS
-        ):  # it is random: no two calls are the same one
+        if self.training is None and _may_draw(module):  # no two calls are the same one
             self.training = True
 
     def _mode_of(self, module: Any, state: Any) -> bool | None:
@@ -81,6 +79,18 @@ class EquinoxModel(Model):
             )
         result = out[0] if len(out) == 2 else out[:-1]
         return result, Tree(out[-1], _state_name).arrays
+
+
+def _may_draw(module: Any) -> bool:
+    """Whether a class in it that is the user's takes a key. Those of Equinox do so for the sake of others, or have a flag."""
+
+    def is_users(x: Any) -> bool:
+        return is_of(x, "equinox", "Module") and not type(x).__module__.startswith("equinox.")
+
+    if is_users(module) and callable(module) and CallSignature(module.__call__).first_of(KEYS) is not None:
+        return True
+    parts = jax.tree_util.tree_leaves(module, is_leaf=lambda x: x is not module and is_users(x))
+    return any(_may_draw(part) for part in parts if is_users(part))
 
 
 def _flags(module: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import jax
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.draws import may_draw
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.trees import Tree, dotted, is_trainable
 
@@ -18,7 +19,7 @@ SOWN = "intermediates"  # what a call leaves for whoever looks into it: no state
 
 class LinenModel(Model):
     """See `gradwire_workers.jax.models.Model`. Without a mode keyword in its ``__call__``, the mode says whether
-    collections other than ``params`` move."""
+    collections other than ``params`` move. One that may draw random numbers is in training mode: no two of its calls are the same one."""
 
     is_pure = True
 
@@ -39,7 +40,8 @@ class LinenModel(Model):
         self.buffers = {n: x for n, x in arrays.items() if n not in self.parameters}
         self._mutable = [name for name in collections if name != "params"]
         self._signature = CallSignature(self._module.__call__)
-        self.training = True if self._signature.modes or self._mutable else None
+        has_modes = self._signature.modes or self._mutable or may_draw(self._module)
+        self.training = True if has_modes else None
 
     def tree_of(self, parameters: dict[str, Any]) -> Any:
         return self._trained.only(parameters)["params"]

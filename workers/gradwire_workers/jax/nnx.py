@@ -34,7 +34,8 @@ class NnxModel(Model):
         self.buffers = {**rest, **Tree(self._rest, _name).arrays}
         self._signature = CallSignature(module.__call__)
         differ = self._graphs[True] != self._graphs[False]
-        is_random = bool(jax.tree_util.tree_leaves(self._streams))  # no two calls are the same one then
+        # no two calls are the same one then
+        is_random = bool(jax.tree_util.tree_leaves(self._streams)) or self._signature.first_of(["rngs"])
         if differ or self._signature.modes or self.buffers or is_random:
             self.training: bool | None = not differ or graph != self._graphs[False]
         else:
