@@ -13,7 +13,15 @@ from typing import Any, Iterator
 __all__ = ["may_draw"]
 
 _DRAWS = frozenset(("make_rng", "rngs"))  # of linen's modules and scopes
-_FOREIGN = ("jax", "jaxlib", "numpy", "flax.core", "flax.linen.module", "flax.linen.transforms", "flax.linen.linear")
+_FOREIGN = (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "flax.core",
+    "flax.linen.module",
+    "flax.linen.transforms",
+    "flax.linen.linear",
+)
 """Libraries that know no random streams of a module, and the machinery of linen, which names them for everybody."""
 
 
@@ -40,13 +48,21 @@ def may_draw(module: Any) -> bool:
         elif isinstance(x, type):
             todo += [own for c in x.__mro__ if not _is_foreign(c) for own in _functions_of(c)]
         elif hasattr(x, "__dict__"):  # a module, a functools.partial, a wrapper
-            todo += [type(x), *vars(x).values(), *(getattr(x, name, None) for name in ("func", "args", "keywords"))]
+            todo += [
+                type(x),
+                *vars(x).values(),
+                *(getattr(x, name, None) for name in ("func", "args", "keywords")),
+            ]
     return False
 
 
 def _is_foreign(x: Any) -> bool:
     home = x.__module__ if isinstance(x, (type, FunctionType)) else type(x).__module__
-    return x is object or isinstance(x, ModuleType) or (str(home) + ".").startswith(tuple(f"{name}." for name in _FOREIGN))
+    return (
+        x is object
+        or isinstance(x, ModuleType)
+        or (str(home) + ".").startswith(tuple(f"{name}." for name in _FOREIGN))
+    )
 
 
 def _functions_of(kind: type) -> Iterator[Any]:

@@ -29,7 +29,12 @@ MAX_TRACES = 256
 # Parts of messages that say: this tensor has no value yet.
 _ABOUT_TRACING = ("ymbolic", "'Tensor' object has no attribute", "raph execution", "AutoGraph", "tf.function")
 # Parts of messages that say: this tensor is of another graph. The latter two are of TensorFlow before 2.12.
-_KEPT = ("is out of scope", "defined in another function", "external symbolic tensor", 'passed a "Graph" tensor')
+_KEPT = (
+    "is out of scope",
+    "defined in another function",
+    "external symbolic tensor",
+    'passed a "Graph" tensor',
+)
 _NOT_IN_GRAPH = getattr(tf.errors, "OperatorNotAllowedInGraphError", TypeError)
 _MOVED = (
     "the module makes variables at its first call and assigns to them at every call; to tell its results' shapes it was called with zeros, "
