@@ -182,7 +182,7 @@ class SiteFunction:
                 self._run_at_zeros(specs)
                 made = self._trace((), specs, may_make=True)
                 if self._module.has_state and made.graph.assigns:
-                    raise UsageError(_MOVED)
+                    raise UsageError(_MOVED) from None
                 return made
 
         trace: Trace = self._cached(((), _signature(specs)), make)
