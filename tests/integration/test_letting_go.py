@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire_workers.garbage import GROWN
 
 X = np.arange(6, dtype="f4").reshape(2, 3)
 
@@ -54,11 +55,11 @@ def test_modules_and_optimizers_go_with_their_proxies(
     until(there, [0, 0])
 
 
-def test_one_module_after_the_other_takes_the_room_of_one(
+def test_one_large_module_after_the_other_takes_the_room_of_one(
     worker: gw.Worker, there: Callable[[], list[int]]
 ) -> None:
     for _ in range(5):
-        net = worker.module("dropped:Net")
+        net = worker.module("dropped:Net", GROWN // 3)  # of four bytes
         for _ in range(3):
             net(X)  # also as a plan
         net.optimizer("dropped:SGD", lr=0.1)

@@ -13,7 +13,6 @@ reply can block: a client that is gone or does not read loses its reply, and its
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -36,6 +35,7 @@ from gradwire_workers.answers import Answers, Reply
 from gradwire_workers.asked import all_there, aval_of, is_seeded, seed_place, site_of
 from gradwire_workers.calls import Calls
 from gradwire_workers.far import FarDoor
+from gradwire_workers.garbage import Garbage
 from gradwire_workers.loaded import Loaded
 from gradwire_workers.operands import Operands
 from gradwire_workers.permissions import Permissions
@@ -105,6 +105,7 @@ class Desk:
             answers=self.answers,
             residuals=self._residuals,
         )
+        self._garbage = Garbage()
         self._raised = 0  # in a row, between calls
         self._acts = self._table()
 
@@ -138,7 +139,7 @@ class Desk:
             self._reception.listener.close()
 
     def _serve_until(self, control: Any, on_control: Callable[[], bool]) -> None:
-        poller, turns, reception = self._poller, self._turns, self._reception
+        poller, turns, reception, garbage = self._poller, self._turns, self._reception, self._garbage
         knocks = reception.listener.fileno()
         far = () if self._far is None else (self._far.router, self._far.gate.socket)
         for waited in (self._router, knocks, control, *far):
@@ -147,7 +148,9 @@ class Desk:
             is_awake = turns.awake is not None and self._serve_awake(*turns.awake)
             reception.reserve.keep_room()
             try:
-                ready = dict(poller.poll(0 if is_awake or turns.unread else None))
+                if garbage.is_due:
+                    garbage.look()
+                ready = dict(poller.poll(0 if is_awake or turns.unread else garbage.wait_ms()))
             except sockets.SocketError:
                 raise
             except Exception as error:
@@ -383,12 +386,12 @@ class Desk:
         self._let_go(programs, self._state.forget(forget.optimizers, session.client_id))
 
     def _let_go(self, programs: list[Program], had_optimizers: bool) -> None:
-        """Of what nobody can name. Modules are large, and parts of cycles: their memory is wanted now."""
+        """Of what nobody can name. Modules and optimizers are large, and parts of cycles."""
         self._state.forget_of(programs)
         is_large = had_optimizers or any(program.is_module for program in programs)
         programs.clear()
         if is_large:
-            gc.collect()
+            self._garbage.note()
 
     def _ping(self, session: Session, ping: Ping, *_: Any) -> Reply:
         return self.answers.done(session, ping.call_id, (), flatten(None, _never)[0])

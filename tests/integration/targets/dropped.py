@@ -12,8 +12,9 @@ _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Net(torch.nn.Linear):
-    def __init__(self) -> None:
+    def __init__(self, numbers: int = 0) -> None:
         super().__init__(3, 2)
+        self.much = torch.ones(numbers)
         self.me = [self]  # a part of a cycle, as modules are
         _nets.add(self)
 
