@@ -1,4 +1,4 @@
-"""Headers by hypothesis, borrowed between guard pages:  python borrowing.py EXAMPLES
+"""Headers by hypothesis, borrowed between guard pages:  python borrowing.py EXAMPLES SEED
 
 Every header is refused with one of gradwire's errors, or its tensor can be read from the first byte to the last.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -114,8 +114,9 @@ counted = {"accepted": 0}
 if __name__ == "__main__":
     examples = int(sys.argv[1])
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    chosen = settings(
+        max_examples=examples, deadline=None, database=None, derandomize=False, suppress_health_check=checks
+    )
     with np.errstate(all="ignore"):
-        settings(max_examples=examples, deadline=None, database=None, suppress_health_check=checks)(
-            every_header_is_refused_or_readable
-        )()
+        seed(int(sys.argv[2]))(chosen(every_header_is_refused_or_readable))()
     print(counted["accepted"])

@@ -87,8 +87,8 @@ class Client:
     def __init__(self, folder: Path, greet: bool = True) -> None:
         self.folder, self.memory = folder, Memory()
         self.id = b"c" + os.urandom(15)
-        self.tether = connect_tether(str(folder / "t"), 5)
-        self.dealer = sockets.connect_dealer(f"ipc://{folder}/z", self.id + b"0001", 5000)
+        self.tether = connect_tether(str(folder / "t"), 60)
+        self.dealer = sockets.connect_dealer(f"ipc://{folder}/z", self.id + b"0001", 60_000)
         if greet:
             self.ours = Ledger()
             self.tether.send(Hello(1, TOKEN, self.id, os.getpid()), self.ours.descriptors)
@@ -278,7 +278,7 @@ def test_what_is_forgotten_is_gone_and_nothing_else(folder: Path, client: Client
 
 
 def test_a_plan_is_forgotten_with_its_program(folder: Path, client: Client) -> None:
-    ours, theirs = lane_pair(5000)
+    ours, theirs = lane_pair(60_000)
     assert client.exchange.pass_lane(theirs.fileno())
     theirs.close()
     remote, lent = client.load("identity"), client.lend(np.ones(4, "f4"))[0]
@@ -321,7 +321,7 @@ def test_R57_random_frames_are_answered_or_dropped(client: Client) -> None:
 
 
 def test_R57_a_stranger_without_a_greeting_is_refused(folder: Path, client: Client) -> None:
-    dealer = sockets.connect_dealer(f"ipc://{folder}/z", b"c" + os.urandom(19), 5000)
+    dealer = sockets.connect_dealer(f"ipc://{folder}/z", b"c" + os.urandom(19), 60_000)
     sockets.send_nowait(dealer, [messages.pack(Load(1, "function", "os:system", positional(0), []))])
     answer = messages.unpack(sockets.receive(dealer)[0])
     assert answer.kind == "ProtocolError" and "Hello" in answer.message
@@ -452,7 +452,7 @@ def test_a_lane_that_came_while_a_header_was_read_is_served(client: Client) -> N
     """The worker reads its tether when it meets an unknown segment; what else lay there must not be forgotten."""
     double = client.load("double")
     for round in range(30):
-        lane, theirs = lane_pair(2000)
+        lane, theirs = lane_pair(60_000)
         client.memory.arena._chunk = None  # so that the call needs a new segment
         client.memory.arena._free.clear()
         headers, _ = client.lend(full(round, 2000))
@@ -470,7 +470,7 @@ def test_a_lane_that_came_while_a_header_was_read_is_served(client: Client) -> N
 
 def test_R57_random_packets_on_a_lane(client: Client) -> None:
     chance = random.Random(2)
-    lane, theirs = lane_pair(2000)
+    lane, theirs = lane_pair(60_000)
     assert client.exchange.pass_lane(theirs.fileno())
     theirs.close()
     for _ in range(50):
@@ -556,7 +556,7 @@ def test_R57_short_calls_that_no_plan_fits(client: Client) -> None:
 
 def test_R57_random_short_calls_on_a_lane(client: Client) -> None:
     identity, chance = client.load("identity"), random.Random(4)
-    lane, theirs = lane_pair(2000)
+    lane, theirs = lane_pair(60_000)
     assert client.exchange.pass_lane(theirs.fileno())
     theirs.close()
     for x, room in ((full(1, 10), 65536), (full(1, 3000), 65536)):

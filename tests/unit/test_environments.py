@@ -250,7 +250,7 @@ def test_lines_come_as_they_are_written_and_the_last_are_kept(tmp_path: Path) ->
 
 
 def test_what_is_raised_meanwhile_ends_the_command_and_its_children(tmp_path: Path) -> None:
-    script = "import os, time\nif not os.fork(): print(os.getpid(), flush=True)\ntime.sleep(60)"
+    script = "import os, time\nif not os.fork(): print(os.getpid(), flush=True)\ntime.sleep(600)"
 
     class Enough(Exception):
         pass

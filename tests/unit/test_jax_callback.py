@@ -351,13 +351,22 @@ def test_a_failure_on_a_thread_of_xla() -> None:
 
 def test_an_eager_call_is_a_barrier_too() -> None:
     broken: dict[str, bool] = {}
-    f = remote(ScriptedHandle(failing_if(broken)), stateful=True)
+    fails, has_failed = failing_if(broken), threading.Event()
+
+    def answer(message: Message) -> Sequence[Any]:
+        try:
+            return fails(message)
+        except RemoteError:
+            has_failed.set()
+            raise
+
+    f = remote(ScriptedHandle(answer), stateful=True)
     compiled = jax.jit(f)
     jax.block_until_ready(compiled(pending()))
     broken["forward"] = True
     with pytest.raises(Exception, match="bad 42"):
         lost = compiled(pending())  # early jax waits here
-        time.sleep(0.3)
+        assert has_failed.wait(60)
         broken.clear()
         with pytest.raises(RemoteError, match="bad 42"):
             f(jnp.ones(3))

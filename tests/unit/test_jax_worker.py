@@ -39,6 +39,12 @@ def x64(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_enable_x64", before)
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers() -> None:
+    """In each test, whichever ran before it; others than those of `CASES`."""
+    RNG.bit_generator.state = np.random.default_rng(1).bit_generator.state
+
+
 @pytest.fixture
 def narrow() -> None:
     """JAX's default: no 64-bit types."""

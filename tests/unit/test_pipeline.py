@@ -54,7 +54,7 @@ def test_who_holds_the_locks_of_some_keeps_nobody_from_those_of_others(futures: 
 @pytest.mark.parametrize("end", ["cancelled", "result", "error"])
 def test_who_waits_is_woken(futures: list[CallFuture], end: str) -> None:
     future = futures[0]
-    waiting = in_thread(lambda: future.exception(20) if end != "cancelled" else outcome_of(future))
+    waiting = in_thread(lambda: future.exception(60) if end != "cancelled" else outcome_of(future))
     time.sleep(0.05)
     if end == "cancelled":
         assert future.cancel() and waiting.result(60) == "cancelled"

@@ -17,11 +17,16 @@ from gradwire_wire.sockets import Again, Unreachable
 from gradwire_wire.tether import Tether
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[Lane, Lane]]:
-    ours, theirs = lane_pair(50)
+def make_ends(timeout_ms: int = 50) -> tuple[Lane, Lane]:
+    ours, theirs = lane_pair(timeout_ms)
     other = received_lane(theirs.detach())
     assert other is not None
+    return ours, other
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Lane, Lane]]:
+    ours, other = make_ends()
     yield ours, other
     ours.close()
     other.close()
@@ -83,8 +88,8 @@ def test_what_a_handler_of_signals_raises_comes_out_as_it_is(raised: type[OSErro
     tether, other = (Tether(s) for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         for wait in (ours.receive, lambda: tether.receive(20.0)):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
             with pytest.raises(raised, match="by the handler"):
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
                 wait()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -99,8 +104,8 @@ def test_waiting_is_interrupted_by_signals(ends: tuple[Lane, Lane]) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     ours, theirs = lane_pair(20_000)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
             ours.receive()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -108,12 +113,14 @@ def test_waiting_is_interrupted_by_signals(ends: tuple[Lane, Lane]) -> None:
         theirs.close()
 
 
-def test_waiting_lets_other_threads_run(ends: tuple[Lane, Lane]) -> None:
-    client, worker = ends
+def test_waiting_lets_other_threads_run() -> None:
+    client, worker = make_ends(60_000)
     late = threading.Timer(0.01, worker.send_nowait, [[b"\x90late"]])
     late.start()
     assert client.receive() == [b"\x90late"]
     late.join()
+    client.close()
+    worker.close()
 
 
 def test_the_end_is_news_and_comes_after_what_was_said(ends: tuple[Lane, Lane]) -> None:

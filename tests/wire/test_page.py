@@ -39,6 +39,9 @@ def make_ends(timeout_ms: int = 50) -> tuple[ClientPage, WorkerPage]:
     segment.close()
     assert worker is not None
     client._spin.took(0.0, False)  # so that it looks for its answers, and shows its calls
+    client._has_processors = worker._has_processors = (
+        True  # also where the tests have one: no end waits for the other
+    )
     return client, worker
 
 
@@ -285,8 +288,8 @@ def test_it_is_rung_once_though_the_worker_says_that_it_is_awake(ends: tuple[Cli
     assert look(client, client.receive()) == b"\2two"
 
 
-def test_a_bell_without_a_frame_is_nothing(ends: tuple[ClientPage, WorkerPage]) -> None:
-    client, worker = ends
+def test_a_bell_without_a_frame_is_nothing() -> None:
+    client, worker = make_ends(60_000)
     client._ring()
     assert worker.receive_nowait() is None
     worker._ring()
@@ -296,6 +299,8 @@ def test_a_bell_without_a_frame_is_nothing(ends: tuple[ClientPage, WorkerPage]) 
     late.start()
     assert look(client, client.receive()) == b"\2two"
     late.join()
+    client.close()
+    worker.close()
 
 
 def test_a_late_answer_is_found_without_waiting(ends: tuple[ClientPage, WorkerPage]) -> None:
@@ -523,23 +528,17 @@ except sockets.Unreachable:
 def test_many_calls_between_two_processes() -> None:
     """No frame is lost, torn or late, with pauses that make either side sleep now and then. (make soak-page: 10 million)"""
     calls = int(os.environ.get("GRADWIRE_PAGE_CALLS", "4000"))
-    client, theirs, segment = page_lane_pair(100)
+    client, theirs, segment = page_lane_pair(
+        30_000
+    )  # however busy the machine is: Again is a bell that was lost
     fds = [theirs.fileno(), segment.fd]
     echo = subprocess.Popen([sys.executable, "-c", ECHO, *map(str, fds)], pass_fds=fds)
     theirs.close()
     segment.close()
-    late = 0
     for i in range(calls):
         frame = b"\1" + i.to_bytes(8, "little") * (1 + i % 40)
         show(client, frame)
-        while True:
-            try:
-                received = client.receive()
-                break
-            except Again:
-                late += 1
-                assert late < 100 + calls // 1000 and echo.poll() is None
-        assert look(client, received) == frame
+        assert look(client, client.receive()) == frame
         if i % 97 == 0:
             time.sleep(0.0003)
     client.close()

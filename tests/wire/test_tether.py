@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -215,9 +216,8 @@ def test_no_descriptor_left_to_receive_loses_nothing(raw: tuple[socket.socket, T
 
 
 @pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = Path(f"/tmp/gwt-{os.getpid()}")  # short: a socket's path has 107 bytes
-    path.mkdir(mode=0o700)
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))  # short: a socket's path has 107 bytes
     yield path
     for left in path.iterdir():
         left.unlink()
