@@ -51,6 +51,7 @@ def assert_layers_as_in_process(worker: gw.Worker) -> None:
     np.testing.assert_array_equal(again(x), remote(x))
     _assert_masks_cross(worker)
     _assert_loaded_statistics_count(worker)
+    _assert_states_go_on(worker)
 
 
 def _assert_masks_cross(worker: gw.Worker) -> None:
@@ -69,6 +70,24 @@ def _assert_masks_cross(worker: gw.Worker) -> None:
             y = model(x)
             assert (as_numpy(y._keras_mask) == (x != 0).any(-1)).all()
         np.testing.assert_allclose(*losses, 1e-5)
+
+
+def _assert_states_go_on(worker: gw.Worker) -> None:
+    """Those of stateful RNNs, which Keras has in no list, also in evaluation mode; and they are saved and loaded."""
+    x = np.random.default_rng(1).normal(size=(3, 2, 5, 3)).astype("float32")
+    local, remote = keras_models.make_stateful(), worker.module("keras_models:make_stateful")
+    remote.eval()
+    assert list(remote.buffers()) == ["lstm/rnn_state", "lstm/rnn_state_1", "gru/rnn_state"]
+    remote.load_state_dict(dict(zip(remote.parameters(), local.get_weights(), strict=True)), strict=False)
+    for chunk in x[:2]:
+        remote.spec(chunk)
+        np.testing.assert_allclose(remote(chunk), as_numpy(local(chunk)), 1e-5, 1e-6)
+    state = remote.state_dict()
+    y, pullback = remote.vjp(x[2])
+    assert np.isfinite(pullback(np.ones_like(y))[0]).all()
+    np.testing.assert_allclose(y, as_numpy(local(x[2])), 1e-5, 1e-6)
+    remote.load_state_dict(state)
+    np.testing.assert_array_equal(remote(x[2]), y)
 
 
 def _assert_loaded_statistics_count(worker: gw.Worker) -> None:

@@ -23,7 +23,9 @@ __all__ = [
     "is_keras_layer",
     "keras_path",
     "regularized",
+    "rnn_states",
     "stable_paths",
+    "weights_of",
 ]
 
 _KERAS = ("keras.", "tf_keras.", "tensorflow.python.keras.")
@@ -34,6 +36,29 @@ _GENERIC = {"Functional": ("functional", "model"), "Variable": ("variable",)}
 
 def is_keras_layer(target: Any) -> bool:
     return any(c.__name__ == "Layer" and c.__module__.startswith(_KERAS) for c in type(target).__mro__)
+
+
+# ---- Variables -------------------------------------------------------------------------------------------------------
+
+
+def weights_of(layer: Any) -> list[Any]:
+    """Keras's list, and the states that stateful RNNs carry from call to call, which Keras has in none."""
+    return [*layer.weights, *rnn_states(layer)]
+
+
+def rnn_states(layer: Any) -> list[Any]:
+    """Variables that move at each call, in evaluation mode as well."""
+    listed = {id(v) for v in layer.weights}
+    found: dict[int, Any] = {}
+    for part in layer._flatten_layers():
+        if getattr(part, "stateful", False) is True and getattr(part, "cell", None) is not None:
+            states = flatten(_plain_lists(part.states), lambda v: hasattr(v, "assign"), "the states")[1]
+            found.update((id(v), v) for v in states if id(v) not in listed)
+    return list(found.values())
+
+
+def _plain_lists(tree: Any) -> Any:
+    return list(map(_plain_lists, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 # ---- Names -----------------------------------------------------------------------------------------------------------

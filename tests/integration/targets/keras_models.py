@@ -47,6 +47,12 @@ def make_recurrent(masking):
     return layer
 
 
+def make_stateful():
+    """(2, 5, 3) to (2, 2): its states go on from call to call."""
+    lstm = keras.layers.LSTM(2, stateful=True, return_sequences=True)
+    return keras.Sequential([keras.Input((5, 3), batch_size=2), lstm, keras.layers.GRU(2, stateful=True)])
+
+
 class WithLosses(keras.Model):
     """Whose result has the losses of what is inside: (y, their sum)."""
 

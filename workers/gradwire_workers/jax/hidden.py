@@ -56,9 +56,12 @@ def with_buffers(
     _check_names(given, model.parameters, "parameter")
     _check_names(buffers, model.buffers, "buffer")
     result, moved = model.apply(training, {**arrays, **given, **buffers}, key, tuple(rest), kwargs)
-    if training is False:
-        moved = {}
+    moved = _moving(model, training, moved)
     return (result, {name: moved.get(name, x) for name, x in buffers.items()}), {}
+
+
+def _moving(model: Model, training: Any, after: dict[str, Any]) -> dict[str, Any]:
+    return {n: x for n, x in after.items() if n in model.streams} if training is False else after
 
 
 class InLayer:
@@ -79,7 +82,7 @@ class _Collecting(Model):
     def __init__(self, model: Model, trainable: bool) -> None:
         self._model, self._trainable = model, trainable
         self.name, self.parameters, self.buffers = model.name, model.parameters, model.buffers
-        self.training, self.is_pure = model.training, model.is_pure
+        self.training, self.is_pure, self.streams = model.training, model.is_pure, model.streams
 
     def apply(self, *call: Any) -> Any:
         return self._model.apply_in_layer(self._trainable, *call)
@@ -193,7 +196,7 @@ class Call:
         def target(*args: Any, **kwargs: Any) -> Any:
             core, training = self._core, self._site.training
             result, after = core.form(core.store.model, training, arrays, key, args, kwargs)
-            moved.update(after if training is not False else {})
+            moved.update(_moving(core.store.model, training, after))
             return result
 
         flat = JaxFlat(target, self._site)
@@ -274,7 +277,7 @@ class EagerModule:
     def __init__(self, core: Core, site: WorkerSite) -> None:
         self._core, self._call = core, Call(core, site)
         self.lifted = len(self._call.lifted)
-        self.moves = len(self._call.buffers) if site.training else 0
+        self.moves = len(self._call.buffers) if site.training or core.store.model.streams else 0
 
     @property
     def structure(self) -> bytes:

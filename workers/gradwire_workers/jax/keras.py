@@ -9,7 +9,14 @@ import keras
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.models import Model
-from gradwire_workers.keras_layers import called_in_layer, derived_anew, regularized, stable_paths
+from gradwire_workers.keras_layers import (
+    called_in_layer,
+    derived_anew,
+    regularized,
+    rnn_states,
+    stable_paths,
+    weights_of,
+)
 
 __all__ = ["KerasModel"]
 
@@ -35,13 +42,15 @@ class KerasModel(Model):
             )
         self._layer = layer
         self.training: bool | None = False
-        trainable, weights = ({id(v) for v in vs} for vs in (layer.trainable_variables, layer.weights))
+        every, streams = weights_of(layer), {id(v) for v in rnn_states(layer)}
+        trainable, weights = ({id(v) for v in vs} for vs in (layer.trainable_variables, every))
         self._variables: dict[str, Any] = {}
-        for path, v in zip(stable_paths(layer, layer.weights), layer.weights):
+        for path, v in zip(stable_paths(layer, every), every):
             self._variables[self._free_name(path)] = v
         values = {name: v.value for name, v in self._variables.items()}
         self.parameters = {n: x for n, x in values.items() if id(self._variables[n]) in trainable}
         self.buffers = {n: x for n, x in values.items() if n not in self.parameters}
+        self.streams = frozenset(n for n, v in self._variables.items() if id(v) in streams)
         others = [v for v in layer.variables if id(v) not in weights]
         self._seeds = [v for v in others if v.path.endswith("seed_generator_state")]
 

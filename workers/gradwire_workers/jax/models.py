@@ -26,7 +26,7 @@ class Model(ABC):
     """A module taken apart.
 
     parameters: trainable inexact arrays by name. buffers: all its other arrays, but for the state of random streams.
-    training: the mode it was made in; None where it has no modes. is_pure: whether its Python keeps nothing of a call.
+    streams: the buffers that a call moves in evaluation mode too. training: the mode it was made in; None where it has no modes. is_pure: whether its Python keeps nothing of a call.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Model(ABC):
     buffers: dict[str, Any]
     training: Union[bool, None]
     is_pure: bool
+    streams: frozenset[str] = frozenset()
 
     @abstractmethod
     def apply(
@@ -44,7 +45,7 @@ class Model(ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
-        """The result of a call with these parameters and buffers, and the buffers as it leaves them in training mode.
+        """The result of a call with these parameters and buffers, and the buffers as it leaves them: those that move in this mode count.
 
         key: a typed PRNG key, all randomness of the call comes from it.
         """

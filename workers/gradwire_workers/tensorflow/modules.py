@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import is_keras_layer, stable_paths
+from gradwire_workers.keras_layers import is_keras_layer, rnn_states, stable_paths, weights_of
 
 __all__ = ["Module", "built_outside", "problems_of_state", "resource_of", "unique_names", "value_of"]
 
@@ -75,12 +75,17 @@ class Module:
         self.check_state()
         if isinstance(self.target, tf.Module) and not self.is_keras:
             return _named_in(self.target)
-        found = self._listed("weights" if self.is_keras else "variables")
+        found = self._listed("weights" if self.is_keras else "variables") + self.streams
         trainable = {id(v) for v in self._listed("trainable_variables")}
         paths = (
             stable_paths(self.target, found) if self.is_keras else [v.name.partition(":")[0] for v in found]
         )
         return unique_names(zip(paths, found)), trainable
+
+    @property
+    def streams(self) -> list[Any]:
+        """States of Keras's stateful RNNs: they move in evaluation mode as well."""
+        return [v for layer in self.layers() for v in rnn_states(layer)] if self.is_keras else []
 
     @property
     def is_unbuilt(self) -> bool:
@@ -176,7 +181,8 @@ def _named_in(module: tf.Module) -> tuple[dict[str, Any], set[int]]:
             found.setdefault(id(x), (name, x))
             trainable.update({id(x)} if x.trainable else ())
         else:
-            for own, v in zip(stable_paths(x, x.weights), x.weights):
+            every = weights_of(x)
+            for own, v in zip(stable_paths(x, every), every):
                 found.setdefault(id(v), (f"{name}/{own}", v))
             trainable.update(id(v) for v in x.trainable_variables)
     return unique_names(found.values()), trainable

@@ -71,7 +71,7 @@ class TensorFlowProgram(Program):
             site = replace(site, seed=None)
         found = self._functions.get((site, mode))
         if found is None:
-            if mode:
+            if mode or self._module.streams:
                 self.note_training()
             found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode, self._around)
             if len(self._functions) > MAX_SITES:
@@ -84,7 +84,7 @@ class TensorFlowProgram(Program):
     # ---- State -------------------------------------------------------------------------------------------------------
 
     def note_training(self) -> None:
-        """A call in training mode is about to be made: from the first one on, what is no parameter may change."""
+        """A call that may move what is no parameter is about to be made: from the first one on, that is looked at."""
         if self._before_training is None and self._module.has_state:
             self._before_training = self._digest()
 

@@ -14,13 +14,22 @@ import keras
 import torch
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import called_in_layer, derived_anew, regularized, stable_paths
+from gradwire_workers.keras_layers import (
+    called_in_layer,
+    derived_anew,
+    regularized,
+    rnn_states,
+    stable_paths,
+    weights_of,
+)
 
 __all__ = ["KerasModule"]
 
 
 class KerasModule(torch.nn.Module):
     """Shares its tensors with the layer. Dropout and the like draw from torch's generator, which `options(seed=...)` sets.
+
+    streams: the buffers that a call moves in evaluation mode too.
 
     Raises UsageError for a layer that has not been built, or where Keras's backend is another.
     """
@@ -30,15 +39,18 @@ class KerasModule(torch.nn.Module):
         _check(layer)
         self._layer = (layer,)  # in a tuple: not a part, whose parameters would count twice
         trainable = {id(v) for v in layer.trainable_variables}
-        weights = {id(v) for v in layer.weights}
+        every = weights_of(layer)
+        weights = {id(v) for v in every}
         self._places: dict[str, Any] = {}
-        for path, v in zip(stable_paths(layer, layer.weights), layer.weights):
+        for path, v in zip(stable_paths(layer, every), every):
             name = self._free_name(path.replace(".", "_"))
             self._places[name] = v
             if id(v) in trainable:
                 self.register_parameter(name, v.value)
             else:
                 self.register_buffer(name, v.value.detach())
+        streams = {id(v) for v in rnn_states(layer)}
+        self.streams = frozenset(name for name, v in self._places.items() if id(v) in streams)
         self._originals = _AsItIs(list(self._places.values()))
         self._seeds = [
             v for v in layer.variables if id(v) not in weights and v.path.endswith("seed_generator_state")
@@ -73,6 +85,8 @@ class KerasModule(torch.nn.Module):
                 f"{'training' if self.training else 'evaluation'} mode: use remote.train() and remote.eval()"
             )
         given = {name: self._parameters.get(name, self._buffers.get(name)) for name in self._places}
+        for name in self.streams & self._buffers.keys():  # a state is part of the graph, and then overwritten
+            given[name] = given[name].clone()
         mapping = [(self._places[name], x) for name, x in given.items()]
         # for shapes a shadow of this runs, with Keras's own lists of variables in it as they are
         for variable, (place, x) in zip(self._originals.value, mapping[:]):

@@ -233,7 +233,7 @@ class TorchProgram(Program):
                 "a torch worker runs functions eagerly, and options(compile=True) asks for compiling. "
                 "Leave it out, or apply torch.compile to the target in the worker's own code"
             )
-        if site.training:
+        if site.training or getattr(self._module, "streams", ()):
             self.note_training()
         return self._make_flat(self._target, site, self._device or _CPU)
 
