@@ -233,7 +233,8 @@ class TorchProgram(Program):
                 "a torch worker runs functions eagerly, and options(compile=True) asks for compiling. "
                 "Leave it out, or apply torch.compile to the target in the worker's own code"
             )
-        if site.training or getattr(self._module, "streams", ()):
+        moves_in_any_mode = bool(getattr(self._module, "streams", False))  # see `torch.keras`
+        if site.training or moves_in_any_mode:
             self.note_training()
         return self._make_flat(self._target, site, self._device or _CPU)
 
