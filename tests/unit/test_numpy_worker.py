@@ -234,6 +234,27 @@ def test_tangents_after_user_code_wrote_to_its_argument() -> None:
     assert residual.derive(("J", (0,)), [np.ones(2)], keep=False, accumulate=False)[0][0].tolist() == [6, 6]
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_tangents_are_of_the_random_numbers_of_the_call(seed: int | None) -> None:
+    def f(x: Any) -> Any:
+        return x * np.random.rand(*x.shape)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        mask = np.random.rand(*primals[0].shape)
+        return primals[0] * mask, tangents[0] * mask
+
+    f.jvp = jvp  # type: ignore[attr-defined]
+    x = ones = np.ones((3, 2))
+    result, residual = program(f).keep(site(1, seed=seed), (), [x])
+    for _ in range(2):
+        assert (
+            residual.derive(("J", (0,)), [ones], keep=False, accumulate=False)[0][0] == result.tensors[0]
+        ).all()
+    result, rows = program(f).keep_rows(site(1, seed=seed), (("V", (True,)),), [x])
+    found = rows.derive_rows(("J", (0,)), (True, True), [ones], np.arange(3))
+    assert (found[0] == result.tensors[0]).all()
+
+
 def test_spec_by_the_function_itself() -> None:
     avals = [Aval((5,), BY_NAME["bfloat16"]), Aval((5, 3), BY_NAME["bfloat16"]), Aval((2,), BY_NAME["int64"])]
     found, structure = program(Product()).spec(site(3), avals)

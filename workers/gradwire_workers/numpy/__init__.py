@@ -8,7 +8,8 @@ numpy has no derivatives, so a function brings its own, as attributes; all are o
     cotangent for each inexact array and None for the others. None anywhere in the result means: not used.
     Cotangents are adjoints in Re<a, b>. The pullback may be called any number of times.
 ``f.jvp(primals, tangents, **kwargs) -> (out, out_dot)``
-    ``tangents`` is like ``primals``, with zeros where nothing moves and None for what cannot.
+    ``tangents`` is like ``primals``, with zeros where nothing moves and None for what cannot. It runs
+    after the call, with ``numpy.random`` in the state that the call found; a generator of the function's own it must not draw from.
 ``f.spec(*args, **kwargs) -> out``
     Like the call, but arrays are stand-ins with ``shape`` and ``dtype`` only, in the arguments and in the result.
 

@@ -54,12 +54,13 @@ class NumpyProgram(Program):
             [x.copy() for x in operands] if call.offers("jvp") else operands
         )  # it may write to its arguments
         with _random(site.seed):
+            begun = np.random.get_state() if call.offers("jvp") else None
             if call.offers("vjp"):
                 results, pullback, rows = call.vjp(word, operands)
             else:
                 call.refuse_without("jvp" if call.offers("jvp") else "vjp", word)
                 results, pullback, rows = call.evaluate(word, operands), None, []
-        residual = NumpyResidual(call, word, primals, pullback, rows)
+        residual = NumpyResidual(call, word, primals, pullback, rows, begun)
         residual.nbytes = sum(x.nbytes for x in (*operands, *results))
         return Result(results, b"" if word else call.structure), residual
 
@@ -83,9 +84,9 @@ class NumpyProgram(Program):
 
 
 class NumpyResidual(Residual):
-    """A kept call: the target's own pullback, and the operands for its ``jvp``, which runs it again.
+    """A kept call: the target's own pullback, and the operands for its ``jvp``, which runs it again, with the same random numbers.
 
-    nbytes: operands and results; what the pullback itself holds is not known.
+    begun: numpy's state of these before the call. nbytes: operands and results; what the pullback itself holds is not known.
     """
 
     nbytes = 0
@@ -97,9 +98,10 @@ class NumpyResidual(Residual):
         operands: Sequence[Any],
         pullback: Pullback | None,
         rows: list[Pullback],
+        begun: Any = None,
     ) -> None:
         self._call, self._word, self._operands = call, word, list(operands)
-        self._pullback, self._rows = pullback, rows
+        self._pullback, self._rows, self._begun = pullback, rows, begun
 
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
@@ -107,7 +109,8 @@ class NumpyResidual(Residual):
         word = (*self._word, op)
         further = NumpyDerivative(self._call, word) if keep else None
         if op[0] == "J" or self._pullback is None:
-            return self._call.evaluate(word, [*self._operands, *linear]), further
+            with _as_at(self._begun):
+                return self._call.evaluate(word, [*self._operands, *linear]), further
         bars = self._pullback(linear)
         return [bars[i] for i in op[1]], further
 
@@ -115,7 +118,9 @@ class NumpyResidual(Residual):
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:
         numbers = rows[:, 1] if rows.ndim == 2 else rows
-        if op[0] == "J" or not self._rows or max(numbers, default=0) >= len(self._rows) or not len(numbers):
+        if op[0] == "J":
+            return self._tangents_of_rows(op, axes, linear, numbers)
+        if not self._rows or max(numbers, default=0) >= len(self._rows) or not len(numbers):
             return None
         mapped = axes[len(axes) - len(linear) :]
         found = []
@@ -124,6 +129,16 @@ class NumpyResidual(Residual):
             like = [x[row, ...] if m else x for x, m in zip(self._operands, self._word[-1][1])]
             found.append(copied(filled([bars[i] for i in op[1]], [like[i] for i in op[1]])))
         return [np.stack(bars) for bars in zip(*found)]
+
+    def _tangents_of_rows(
+        self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], numbers: np.ndarray
+    ) -> list[Any] | None:
+        """Of all of them in order, as the call has drawn random numbers for them."""
+        sizes = {len(x) for x, m in zip(self._operands, self._word[-1][1]) if m}
+        if not any(np.array_equal(numbers, np.arange(size)) for size in sizes):
+            return None
+        with _as_at(self._begun):
+            return self._call.evaluate((op, ("V", axes)), [*self._operands, *linear])
 
     def derive_batch(
         self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
@@ -155,8 +170,19 @@ def _random(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
+    with _as_at(np.random.get_state()):
+        np.random.seed(seed if seed < 1 << 32 else [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
+        yield
+
+
+@contextmanager
+def _as_at(state: Any) -> Iterator[None]:
+    """numpy's global random numbers as in this state, if there is one; they go on afterwards as before."""
+    if state is None:
+        yield
+        return
     before = np.random.get_state()
-    np.random.seed(seed if seed < 1 << 32 else [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
+    np.random.set_state(state)
     try:
         yield
     finally:
