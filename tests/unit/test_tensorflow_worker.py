@@ -548,6 +548,16 @@ class Assigning(keras.layers.Layer):
         return x @ self.kernel
 
 
+class Unlisted(Assigning):
+    """As a model of Keras 2 before its first call."""
+
+    @property
+    def weights(self) -> list[Any]:
+        if not self.built:
+            raise ValueError("weights have not yet been created")
+        return [self.kernel]
+
+
 class Holding(tf.Module):
     """A module that is no layer, and has one, or makes variables itself, when it is called first."""
 
@@ -566,6 +576,8 @@ class Holding(tf.Module):
 
 UNBUILT: dict[str, Callable[[], Any]] = {
     "layer": Assigning,
+    "of Keras 2": Unlisted,
+    "of Keras 2 in a tf.Module": lambda: Holding(Unlisted()),
     "layer in a tf.Module": lambda: Holding(Assigning()),
     "tf.Module": Holding,
 }
@@ -577,6 +589,7 @@ def test_what_is_built_at_its_first_call_is_as_in_one_process(first: str, make: 
     """Also its gradients: a trace that is stopped in the middle would leave it half built, and none would reach its weights."""
     program, x = engine.program(make(), is_module=True), tf.ones((4, 3))
     site = site_of(1, training=program.training, accumulate=True)
+    assert not program.state_dict()
     if first == "run":
         close(program.run(site, (), [x])[0], [tf.fill((4, 2), 3.0)])
     elif first == "spec":

@@ -22,6 +22,7 @@ __all__ = [
     "frozen",
     "is_keras_layer",
     "keras_path",
+    "listed",
     "regularized",
     "rnn_states",
     "stable_paths",
@@ -43,17 +44,25 @@ def is_keras_layer(target: Any) -> bool:
 
 def weights_of(layer: Any) -> list[Any]:
     """Keras's list, and the states that stateful RNNs carry from call to call, which Keras has in none."""
-    return [*layer.weights, *rnn_states(layer)]
+    return [*listed(layer, "weights"), *rnn_states(layer)]
+
+
+def listed(layer: Any, attribute: str) -> list[Any]:
+    """One of Keras's lists of variables; empty where there are none yet."""
+    try:
+        return list(getattr(layer, attribute, ()))
+    except ValueError:  # Keras 2, about a model that has not been called yet
+        return []
 
 
 def rnn_states(layer: Any) -> list[Any]:
     """Variables that move at each call, in evaluation mode as well."""
-    listed = {id(v) for v in layer.weights}
+    known = {id(v) for v in listed(layer, "weights")}
     found: dict[int, Any] = {}
     for part in layer._flatten_layers():
         if getattr(part, "stateful", False) is True and getattr(part, "cell", None) is not None:
             states = flatten(_plain_lists(part.states), lambda v: hasattr(v, "assign"), "the states")[1]
-            found.update((id(v), v) for v in states if id(v) not in listed)
+            found.update((id(v), v) for v in states if id(v) not in known)
     return list(found.values())
 
 

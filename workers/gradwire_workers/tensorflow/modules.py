@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import is_keras_layer, rnn_states, stable_paths, weights_of
+from gradwire_workers.keras_layers import is_keras_layer, listed, rnn_states, stable_paths, weights_of
 
 __all__ = ["Module", "built_outside", "problems_of_state", "resource_of", "unique_names", "value_of"]
 
@@ -75,8 +75,8 @@ class Module:
         self.check_state()
         if isinstance(self.target, tf.Module) and not self.is_keras:
             return _named_in(self.target)
-        found = self._listed("weights" if self.is_keras else "variables") + self.streams
-        trainable = {id(v) for v in self._listed("trainable_variables")}
+        found = listed(self.target, "weights" if self.is_keras else "variables") + self.streams
+        trainable = {id(v) for v in listed(self.target, "trainable_variables")}
         paths = (
             stable_paths(self.target, found) if self.is_keras else [v.name.partition(":")[0] for v in found]
         )
@@ -96,8 +96,8 @@ class Module:
         """The variables of Keras's random generators in it."""
         if not self.is_keras:
             return []
-        weights = {id(v) for v in self._listed("weights")}
-        others = [v for v in self._listed("variables") if id(v) not in weights]
+        weights = {id(v) for v in listed(self.target, "weights")}
+        others = [v for v in listed(self.target, "variables") if id(v) not in weights]
         return [v for v in others if "seed_generator" in getattr(v, "path", "")]
 
     def layers(self) -> list[Any]:
@@ -107,12 +107,6 @@ class Module:
         if not isinstance(self.target, tf.Module):
             return []
         return list(self.target._flatten(recursive=True, predicate=is_keras_layer))
-
-    def _listed(self, attribute: str) -> list[Any]:
-        try:
-            return list(getattr(self.target, attribute, ()))
-        except ValueError:  # Keras 2, about a model that has not been called yet
-            return []
 
     def check_state(self) -> None:
         """Raises UsageError where there is no state to speak of."""
@@ -184,7 +178,7 @@ def _named_in(module: tf.Module) -> tuple[dict[str, Any], set[int]]:
             every = weights_of(x)
             for own, v in zip(stable_paths(x, every), every):
                 found.setdefault(id(v), (f"{name}/{own}", v))
-            trainable.update(id(v) for v in x.trainable_variables)
+            trainable.update(id(v) for v in listed(x, "trainable_variables"))
     return unique_names(found.values()), trainable
 
 
