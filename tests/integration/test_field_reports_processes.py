@@ -230,17 +230,23 @@ def test_r64_two_loops_in_two_threads(remote: Callable[[str], gw.Remote]) -> Non
             call.result(60)
 
 
-def test_r64_cancelling_leaves_the_connection_usable(remote: Callable[[str], gw.Remote]) -> None:
+def test_r64_cancelling_leaves_the_connection_usable(
+    remote: Callable[[str], gw.Remote], tmp_path: pathlib.Path
+) -> None:
     async def main() -> None:
-        for _ in range(5):
-            call = asyncio.create_task(remote("nap").options(timeout=2.0).aio(X, 0.2))
+        for i in range(5):
+            end = tmp_path / f"end {i}"
+            call = asyncio.create_task(remote("until_there").options(timeout=60.0).aio(X, str(end)))
             await asyncio.sleep(0.05)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
+            end.touch()
             assert (await remote("double").aio(X) == 2 * X).all()
+        end = tmp_path / "end of the last"
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(remote("nap").options(timeout=2.0).aio(X, 0.5), 0.1)
+            await asyncio.wait_for(remote("until_there").options(timeout=60.0).aio(X, str(end)), 0.1)
+        end.touch()
         assert (remote("double")(X) == 2 * X).all()
 
     asyncio.run(main())
@@ -362,7 +368,7 @@ def test_a_handler_that_user_code_left_raises_between_calls(
     worker = bridge.worker("numpy", name="alarmed", path=[TARGETS], restart="on-failure")
     double, pid, note = worker.function("fragile:double"), worker.pid, tmp_path / "rang"
     worker.function("fragile:leave_alarm")(X, str(note), base)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not note.exists() or (base == "BaseException" and worker.alive):
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -409,35 +415,39 @@ def rest_of(one: subprocess.Popen[str]) -> tuple[str, str]:
     return said
 
 
-LONG_CALLS = {
-    "eager": "nap(x, 600.0)",
+LONG_CALLS = {  # each has made the file BEGUN once it runs
+    "eager": "worker.function('fragile:tell_and_nap')(x, os.environ['BEGUN'], 600.0)",
     "pullback": "worker.function('fragile:slow_dot').vjp(x, x)[1](np.float64(1.0))",
     "loading": "worker.function('fragile_slow:double')",
     "a factory": "worker.module('fragile:slow_factory')",
-    "awaited": "import asyncio; asyncio.run(nap.aio(x, 1.5))",
-    "a restart of the worker": "while True: worker.restart()",
+    "awaited": "import asyncio; asyncio.run(worker.function('fragile:until_ended').aio(x))",
+    "a restart of the worker": "open(os.environ['BEGUN'], 'w').close()\n    while True: worker.restart()",
 }
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("to", ["caller", "group"])
 @pytest.mark.parametrize("call", LONG_CALLS)
-def test_r62_every_kind_of_wait_ends_at_once(call: str, to: str) -> None:
+def test_r62_every_kind_of_wait_ends_at_once(call: str, to: str, tmp_path: pathlib.Path) -> None:
+    begun = tmp_path / "begun"
     code = f"""
-print("up", flush=True)
 try:
     {LONG_CALLS[call]}
 except KeyboardInterrupt:
     print("interrupted", flush=True)
+    open(os.environ["BEGUN"] + " and ended", "w").close()
 if {call.startswith("a restart")}:
     try: double(x)
     except gw.WorkerStartError as error: assert "worker.restart()" in str(error), error
     worker.restart()
 print((double(x) == 2 * x).all(), (nap(x, 0.0) == x).all(), flush=True)
 """
-    with running(code) as one:
-        assert one.stdout is not None and one.stdout.readline() == "up\n"
-        time.sleep(0.6)
+    with running(code, BEGUN=str(begun)) as one:
+        while not begun.exists():
+            assert one.poll() is None, one.communicate(timeout=60)
+            time.sleep(0.02)
+        time.sleep(0.1)  # and waits for it; or is in the middle of a restart
+        assert one.stdout is not None
         (os.killpg if to == "group" else os.kill)(one.pid, signal.SIGINT)
         assert one.stdout.readline() == "interrupted\n", one.communicate(timeout=60)[1]
         output, errors = rest_of(one)
@@ -477,31 +487,34 @@ def test_r62_interrupts_at_any_moment_lose_no_loan_and_mix_no_reply() -> None:
 import gc, random
 def interrupt():
     while not done: time.sleep(random.uniform(0.001, 0.01)); os.kill(os.getpid(), signal.SIGINT)
+def ring(number, frame):  # nothing is to be interrupted between one call and the handling of the last one's end
+    while frame is not None and frame.f_code is not calls.__code__: frame = frame.f_back
+    if frame is not None: raise KeyboardInterrupt
+def calls():
+    global answered
+    while met < 300 or answered < 100:
+        at = big + answered
+        y = double(at)
+        if not (y == 2 * at).all():
+            print("WRONG", flush=True); os._exit(1)
+        answered += 1
 done, met, answered = False, 0, 0
 big = np.arange(10_000.0)
+signal.signal(signal.SIGINT, ring)
 threading.Thread(target=interrupt, daemon=True).start()
 while met < 300 or answered < 100:
-    try:
-        for i in range(10**9):
-            y = double(big + i)
-            if not (y == 2 * (big + i)).all():
-                print("WRONG", flush=True); os._exit(1)
-            answered += 1
+    try: calls()
     except KeyboardInterrupt: met += 1
     except BaseException as error: print("WRONG", repr(error), flush=True); os._exit(1)
-while not done:
-    try: done = True
-    except KeyboardInterrupt: pass
-for _ in range(100):
-    try: time.sleep(0.005)
-    except KeyboardInterrupt: pass
-del y
-for _ in range(20): double(big); time.sleep(0.1); gc.collect()
+done = True
 from gradwire.lines import _in_flight
-print(worker.stats()["lent"] + 100 * len(_in_flight))
+deadline = time.monotonic() + 60
+while (left := worker.stats()["lent"] + 100 * len(_in_flight)) > 3 and time.monotonic() < deadline:
+    double(big); time.sleep(0.1); gc.collect()
+print(left)
 """
     with running(code) as one:
-        output, errors = one.communicate(timeout=90)
+        output, errors = one.communicate(timeout=110)
     assert output.strip().isdigit() and int(output) <= 3, output + errors
 
 
@@ -521,16 +534,16 @@ over, met = threading.Event(), 0
 def shoot():
     while not over.wait(0.001 + 0.004 * random.random()): os.kill(os.getpid(), signal.SIGUSR1)
 threading.Thread(target=shoot, daemon=True).start()
-futures, numbers, deadline = [], itertools.count(), time.monotonic() + 3
-while time.monotonic() < deadline or met < 100:
+futures, numbers, number = [], itertools.count(), 0
+while number < 5000 or met < 100:
     try:
-        armed = True
         while True:
+            armed = True  # (again, where the one before is in a future)
             number = next(numbers)
             call = note.submit(np.full(1 + number % 3 * 2000, float(number)))
             futures.append((number, call))
             if number % 64 == 0: call.result(60)
-            if time.monotonic() > deadline: armed = False; break  # (from here on none is raised)
+            if number >= 5000 and met >= 100: armed = False; break  # (from here on none is raised)
     except (KeyboardInterrupt, ZeroDivisionError): met += 1
     except TimeoutError as error:
         assert str(error) == "interrupted", repr(error)
@@ -543,12 +556,14 @@ made = noted(x).tolist()
 assert sorted(set(made)) == made, "one was made twice, or out of turn"
 del call
 futures.clear()
-for _ in range(3): gc.collect(); double(np.ones(2000)); time.sleep(0.1)
-assert worker.stats()["lent"] < 50, worker.stats()
+deadline = time.monotonic() + 60
+while worker.stats()["lent"] >= 50:
+    assert time.monotonic() < deadline, worker.stats()
+    gc.collect(); double(np.ones(2000)); time.sleep(0.1)
 print(met >= 100 and len(made) > 1000)
 """
     with running(code) as one:
-        output, errors = one.communicate(timeout=60)
+        output, errors = one.communicate(timeout=110)
     assert output == "True\n", output + errors
 
 
@@ -617,17 +632,17 @@ over = threading.Event()
 def shoot():
     while not over.wait(0.005 * random.random()): os.kill(os.getpid(), signal.SIGUSR1)
 threading.Thread(target=shoot, daemon=True).start()
-deadline = time.monotonic() + 1
-while time.monotonic() < deadline: {load}
+deadline = time.monotonic() + 0.7
+while time.monotonic() < deadline or met <= 10 or refused >= met: {load}
 over.set(); time.sleep(0.05)
-assert (double(big) == 2 * big).all() and met > 10 and refused < met, (met, refused)
+assert (double(big) == 2 * big).all()
 def leave(*_): bridge.close(); sys.exit(7)
 signal.signal(signal.SIGUSR1, leave)
 threading.Timer(0.3 * random.random(), os.kill, [os.getpid(), signal.SIGUSR1]).start()
 while True: {load}
 """
     with running(code) as one:
-        _, errors = one.communicate(timeout=60)
+        _, errors = one.communicate(timeout=100)
     assert one.returncode == 7, errors
 
 
@@ -755,11 +770,12 @@ try:
     while True: held.append(os.dup(0))
 except OSError: pass
 def call(k):
+    together.wait()
     try: ended.append(float(nap(np.full(70_000, float(k)), 0.05)[0]))
     except gw.MemoryExhaustedError: ended.append(0.0)
 seen = set()
 for free in range(9):
-    ended = []
+    ended, together = [], threading.Barrier(2)
     pair = [threading.Thread(target=call, args=(k,)) for k in (1, 2)]
     for thread in pair: thread.start()
     for thread in pair: thread.join()
