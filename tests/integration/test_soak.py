@@ -1,4 +1,4 @@
-"""A minute of `soak.py`, with a worker killed every six seconds."""
+"""Half a minute of `soak.py`, with a worker killed every four seconds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = float(os.environ.get("GRADWIRE_SOAK_S", "50"))
+SECONDS = float(os.environ.get("GRADWIRE_SOAK_S", "25"))
 
 CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import soak
-tally = soak.soak(float(sys.argv[2]), 1, 6.0)
+tally = soak.soak(float(sys.argv[2]), 1, 4.0)
 print(dict(tally.counts), *tally.wrong, sep="\\n")
 sys.exit(bool(tally.wrong) or tally.counts["workers killed"] < 3 or tally.counts["calls answered"] < 100)
 """
@@ -23,14 +23,14 @@ sys.exit(bool(tally.wrong) or tally.counts["workers killed"] < 3 or tally.counts
 
 @pytest.mark.integration
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 120)
-def test_a_minute_of_the_soak() -> None:
+@pytest.mark.timeout(SECONDS + 250)
+def test_half_a_minute_of_the_soak() -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", CODE, str(Path(__file__).parent), str(SECONDS)],
         capture_output=True,
         check=False,
         text=True,
-        timeout=SECONDS + 110,
+        timeout=SECONDS + 240,
     )
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]
