@@ -20,6 +20,7 @@ from typing import Any
 from gradwire.endings import no_thread
 from gradwire_wire import sockets
 from gradwire_wire.errors import ConnectError
+from gradwire_wire.interruption import came_from_handler
 
 __all__ = ["LinkThread"]
 
@@ -75,8 +76,11 @@ class LinkThread:
     def call_soon(self, work: Callable[[], None]) -> None:
         """Have the thread run this, soon. Takes no lock: finalizers may call it. After its end: dropped."""
         self._work.append(work)
-        with contextlib.suppress(OSError):  # full: the thread is being woken already
+        try:
             self._waking_end.send(b"\0")
+        except OSError as error:  # full: the thread is being woken already; or closed
+            if came_from_handler(error):
+                raise
 
     def watch(self, fd: int, on_readable: Callable[[], None]) -> None:
         """Have the thread call this whenever the descriptor is readable or at its end, until `unwatch`."""

@@ -249,7 +249,9 @@ class WorkerLane(KeepingLane):
 
 
 def _refused(error: OSError) -> bool:
-    """What a packet that was not taken means: False for "not now"."""
+    """What a packet that was not taken means: False for "not now". What a handler of signals raised is raised as it is."""
+    if came_from_handler(error):
+        raise error
     if isinstance(error, BlockingIOError):
         return False
     if error.errno in _TOO_LONG:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from gradwire_wire.budget import Group, Reading
 from gradwire_wire.errors import UsageError
+from gradwire_wire.interruption import came_from_handler
 
 __all__ = ["LIMIT", "longest_file", "read_memory", "shared_limit"]
 
@@ -54,7 +55,9 @@ def _text(path: str) -> str:
     try:
         with open(path) as file:
             return file.read()
-    except OSError:
+    except OSError as error:
+        if came_from_handler(error):
+            raise
         return ""
 
 

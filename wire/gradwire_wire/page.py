@@ -52,6 +52,7 @@ from time import perf_counter
 from typing import Any, Sequence
 
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
+from gradwire_wire.interruption import came_from_handler
 from gradwire_wire.lane import MAX_PACKET, NOWAIT, KeepingLane, Lane, socket_of
 from gradwire_wire.segments import OwnSegment, SharedPage
 from gradwire_wire.sockets import LONG, Again, Unreachable
@@ -124,10 +125,11 @@ class PageLane(Lane):
     def _ring(self) -> None:
         try:
             self._socket.send(BELL, NOWAIT)
-        except BlockingIOError:  # so much lies there that it is awake anyway
-            pass
         except OSError as error:
-            raise Unreachable(str(error)) from error
+            if came_from_handler(error):
+                raise
+            if not isinstance(error, BlockingIOError):  # so much lies there that it is awake anyway
+                raise Unreachable(str(error)) from error
 
     def _look(self, looks: int) -> bool:
         """Look for a new word so often; other threads of this process get their turns."""

@@ -21,6 +21,8 @@ __all__ = [
     "reset_signals",
 ]
 
+from gradwire_wire.interruption import came_from_handler
+
 PR_SET_PDEATHSIG = 1
 NR_PIDFD_OPEN = 434  # the same on every architecture
 ENOUGH_DESCRIPTORS = 65536
@@ -84,6 +86,8 @@ def check_descriptors(count: int) -> None:
         for _ in range(count):
             opened.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
+        if came_from_handler(error):
+            raise
         raise OSError(error.errno, error.strerror) from None
     finally:
         for fd in opened:

@@ -77,9 +77,9 @@ class Tether:
         try:
             self._send(message, descriptors, 0)
         except OSError as error:
-            if error.errno in FULL or error.errno in OVER:
-                return False
-            raise
+            if came_from_handler(error, 1) or not (error.errno in FULL or error.errno in OVER):
+                raise
+            return False
         return True
 
     def _send(self, message: Any, descriptors: Sequence[int], timeout_s: float) -> None:

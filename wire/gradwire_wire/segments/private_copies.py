@@ -6,6 +6,7 @@ import os
 import sys
 from resource import RUSAGE_SELF, getrusage
 
+from gradwire_wire.interruption import came_from_handler
 from gradwire_wire.segments.system import PAGE
 
 __all__ = ["has_private_pages", "page_faults"]
@@ -42,13 +43,17 @@ def _read_pagemap(first: int, count: int) -> bytes | None:
     if fd is None:
         try:
             fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+        except OSError as error:
+            if came_from_handler(error):
+                raise
             fd = -1
         _pagemap[pid] = fd
     if fd < 0:
         return None
     try:
         raw = os.pread(fd, count * 8, first * 8)
-    except OSError:
+    except OSError as error:
+        if came_from_handler(error):
+            raise
         return None
     return raw if len(raw) == count * 8 else None

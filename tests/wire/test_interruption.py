@@ -1,0 +1,95 @@
+"""What a handler of signals raises where the system is asked for something is no answer of the system's.
+
+Many write the handler of an alarm with TimeoutError, which is an OSError. Python runs it between two steps of its own, and so also
+within the call that is guarded against errors of the system; here that call is a handler itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradwire_wire import machine, process
+from gradwire_wire.lane import lane_pair
+from gradwire_wire.messages import Segment
+from gradwire_wire.page import page_lane_pair
+from gradwire_wire.segments import private_copies
+from gradwire_wire.tether import Tether
+
+Patch = pytest.MonkeyPatch
+
+
+class Alarm(BlockingIOError, TimeoutError):
+    """By its kind and number it could be "not now"."""
+
+
+def ring(*_: object, **__: object) -> Any:
+    raise Alarm(11, "by the handler")
+
+
+def lane(patch: Patch, act: Callable[[Any], object]) -> None:
+    ours, theirs = lane_pair(20)
+    with theirs:
+        send_by_ring(patch, ours, act)
+
+
+def page(patch: Patch) -> None:
+    ours, theirs, segment = page_lane_pair(20)
+    segment.close()
+    with theirs:
+        send_by_ring(patch, ours, lambda end: end._ring())
+
+
+def told(patch: Patch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        send_by_ring(patch, Tether(ours), lambda end: end.send_nowait(Segment(1, 1)))
+
+
+def send_by_ring(patch: Patch, end: Any, act: Callable[[Any], object]) -> None:
+    """The handler stands in for the socket's calls."""
+    real = end._socket
+    patch.setattr(end, "_socket", SimpleNamespace(send=ring, sendmsg=ring, settimeout=int, close=real.close))
+    try:
+        act(end)
+    finally:
+        real.close()
+
+
+def asked(patch: Patch) -> None:
+    patch.setattr(machine, "open", ring, raising=False)
+    machine.read_memory()
+
+
+def looked(patch: Patch, name: str) -> None:
+    patch.setattr(private_copies, "_pagemap", {} if name == "open" else {os.getpid(): 0})
+    patch.setattr(os, name, ring)
+    private_copies._read_pagemap(0, 1)
+
+
+def counted(patch: Patch) -> None:
+    patch.setattr(os, "open", ring)
+    process.check_descriptors(1)
+
+
+ACTS: dict[str, Callable[[Patch], object]] = {
+    "a frame is sent": lambda patch: lane(patch, lambda end: end.send_nowait([b"\x91"])),
+    "a bell is rung": page,
+    "a packet is sent and noted": lambda patch: lane(patch, lambda end: end.send_and_note(b"\x91", int, 1)),
+    "a segment is announced": told,
+    "free memory is asked for": asked,
+    "pagemap is opened": lambda patch: looked(patch, "open"),
+    "pagemap is read": lambda patch: looked(patch, "pread"),
+    "descriptors are tried": counted,
+}
+
+
+@pytest.mark.parametrize("where", ACTS)
+def test_it_comes_out_as_it_is(where: str, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Alarm, match="by the handler"):
+        ACTS[where](patch)
