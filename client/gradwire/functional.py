@@ -137,6 +137,7 @@ class Functional:
         if trainable is None:
             warn_of_regularizers(remote)
         self.handle = FunctionalHandle(remote.handle, buffers, training, trainable)
+        self._caches = self.handle.share_caches()
 
     def frozen(self) -> list[str]:
         """The parameters that `Remote.requires_grad_` has frozen, or the module itself."""

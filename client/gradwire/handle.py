@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradwire import answers
+from gradwire.caches import Cached
 from gradwire.connection import Connection
 from gradwire.site import Outcome, Site, SpecResult
 from gradwire.stakes import Stake, Stakes
@@ -34,7 +35,7 @@ _LOADING = frozenset({"load_state_dict", "load"})
 """Verbs that give a module a state, whatever became of the one it had."""
 
 
-class Handle:
+class Handle(Cached):
     """Shared by all proxies of one target. After the worker was restarted, the target is loaded again; it is let go of there when the last
     proxy is gone, and whatever else can name it (a pullback, a compiled program).
 

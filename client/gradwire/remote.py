@@ -57,10 +57,10 @@ class Remote:
     """Call it like the function it stands for: tensors of one framework in, tensors of that framework out."""
 
     # Without a dictionary: `remote.timeout = 5` would be taken, and do nothing.
-    __slots__ = ("__weakref__", "_background", "_options", "_routes", "_sites", "handle")
+    __slots__ = ("__weakref__", "_background", "_caches", "_options", "_routes", "_sites", "handle")
 
     def __init__(self, handle: Handle, background: Background, options: Options | None = None) -> None:
-        self.handle = handle
+        self.handle, self._caches = handle, handle.share_caches()
         self._background = background
         self._options = options or Options()
         self._sites: dict[tuple[bytes, bool, bool | None], Site] = {}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradwire.caches import Cached
 from gradwire.site import Outcome, Site, SpecResult
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.structures import Leaf, flatten
@@ -40,7 +41,7 @@ class Message(NamedTuple):
         return verb + "+" * self.site.accumulate
 
 
-class ScriptedHandle:
+class ScriptedHandle(Cached):
     """See `gradwire.handle.Handle`.
 
     answer: Message → the results, as numpy arrays, carriers or None. announce: avals of the operands → avals of the

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gradwire.caches import Cached
 from gradwire.site import Outcome, Site, SpecResult
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.errors import GradwireError, RemoteError, ResidualLostError, remote_error
@@ -36,7 +37,7 @@ class Kept(NamedTuple):
     of_rows: Sequence[torch.Tensor] = ()
 
 
-class TorchHandle:
+class TorchHandle(Cached):
     """See `gradwire.handle.Handle`. ``target``: a function of torch tensors, or an `nn.Module`."""
 
     def __init__(self, target: Callable[..., Any]) -> None:

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 import gradwire as gw
+from gradwire.jax import express
 from gradwire_workers.garbage import GROWN
 
 X = np.arange(6, dtype="f4").reshape(2, 3)
@@ -106,3 +108,17 @@ def test_what_can_still_be_used_is_there(
 def test_functions_are_loaded_again_and_again(worker: gw.Worker) -> None:
     for i in range(300):
         assert worker.function("any_framework:double")(np.float32(i)) == 2 * i
+
+
+@pytest.mark.parametrize("is_functional", [False, True])
+def test_jax_keeps_nothing_of_a_module_that_it_has_called(
+    worker: gw.Worker, there: Callable[[], list[int]], is_functional: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(express, "UNUSED_S", -1.0)
+    for _ in range(3):
+        net: Any = worker.module("dropped:Net")
+        apply, params = gw.jax.functional(net) if is_functional else (lambda _, x: net(x), None)
+        jax.grad(lambda x: jax.jit(apply)(params, x).sum() + apply(params, x).sum())(jax.numpy.ones((2, 3)))
+        del net, apply, params
+    gc.collect()
+    until(there, [0, 0])

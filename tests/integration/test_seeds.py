@@ -76,9 +76,10 @@ def test_new_seeds_compile_nothing_in_jax_callers(dropout: gw.Remote) -> None:
         return jax.value_and_grad(lambda x: dropout.options(seed=seed)(x).sum())(X)
 
     value, bar = both(0)
-    compiled = callback._compiled.cache_info().misses
+    programs = dropout.handle.caches.of(callback._compiled)
+    compiled = programs.cache_info().misses
     masks = {bytes(np.asarray(both(seed)[1]).tobytes()) for seed in range(1, 20)}
-    assert callback._compiled.cache_info().misses == compiled and len(masks) == 19
+    assert programs.cache_info().misses == compiled and len(masks) == 19
     again, same = both(0)
     assert again == value and (bar == same).all()
     large = [dropout.options(seed=2**40 + i)(X) for i in (0, 0, 1)]

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,28 @@ def test_a_number_of_another_process_is_an_error() -> None:
 
 def test_a_dropped_program_leaves_nothing_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(express, "_dropped", type(express._dropped)(maxlen=2))
-    seen = []
-    for _ in range(5):
-        handle = ScriptedHandle(lambda m: m.carriers)
-        seen.append(weakref.ref(handle))
-        jax.jit(remote(handle)).lower(x).compile()(x)
-        del handle
-    gradwire.jax._plain.cache_clear()
+    seen = [use_and_drop(lambda f: jax.jit(f).lower(x).compile()(x)) for _ in range(5)]
     jax.clear_caches()
     gc.collect()
     assert sum(ref() is not None for ref in seen) <= 2
+    monkeypatch.setattr(express, "UNUSED_S", -1.0)
+    use_and_drop(lambda f: jax.jit(f).lower(x).compile())
+    gc.collect()
+    assert sum(ref() is not None for ref in seen) == 0, "not used for so long"
+
+
+def test_what_is_called_at_once_goes_with_its_last_proxy() -> None:
+    for use in (lambda f: f(x), lambda f: jax.grad(lambda x: f(x).sum())(x)):
+        seen = use_and_drop(use)
+        assert seen() is None, "no table and no cycle holds it"
+
+
+def use_and_drop(use: Callable[[Any], Any]) -> weakref.ref[ScriptedHandle]:
+    handle = ScriptedHandle(lambda m: m.carriers[-1:])
+    held = handle.share_caches()  # as its proxies do
+    use(remote(handle))
+    del held
+    return weakref.ref(handle)
 
 
 @pytest.mark.parametrize("kept", [0, 2])

@@ -68,7 +68,7 @@ def call(handle: Handle, site: Site, operands: Sequence[Any]) -> Any:
         raise spec
     for i, aval in enumerate(spec.avals):
         _check_result(handle, spec.structure, i, aval)
-    return _filled(spec.structure, bind(_plain(handle, site), None, arrays))
+    return _filled(spec.structure, bind(handle.caches.of(_plain)(handle, site), None, arrays))
 
 
 @lru_cache(maxsize=4096)
@@ -91,7 +91,6 @@ def _spec(handle: Handle, site: Site, avals: tuple[Aval, ...]) -> SpecResult | G
         return error
 
 
-@lru_cache(maxsize=4096)
 def _plain(handle: Handle, site: Site) -> Derived:
     """The function itself: one object for each place, so that what is cached by it is found by identity."""
     return Derived(handle, site)

@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ class Crossing:
         avals = tuple(tensors.aval(x) for x in operands)
         of_operands, of_results = parities(derived.word, len(avals))
         self._derived = derived
+        self.is_waited_for = derived.waits
         self._site = derived.message_site
         self._has_token = derived.token_ops is not None
         self._word = derived.evaluated
@@ -254,7 +255,6 @@ def _check_devices(context: Any, derived: Derived) -> None:
 # ---- At once -------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
 def _compiled(derived: Derived) -> Any:
     waiting = replace(derived, waits=True)
 
@@ -303,12 +303,11 @@ def _evaluate_without_xla(values: Sequence[Any], derived: Derived) -> list[Any]:
     """XLA's callback copies operands; here they are passed as they lie, which may be in shared memory."""
     values = [x if hasattr(x, "shape") else jnp.asarray(x) for x in values]  # or a Python scalar
     avals = tuple(tensors.aval(x) for x in values)
-    crossing = _crossing(derived, avals, bool(jax.config.jax_enable_x64))
+    crossing = derived.handle.caches.of(_crossing)(derived, avals, bool(jax.config.jax_enable_x64))
     results = crossing.at_once([np.asarray(x) for x in values])
     return _with_token_released([jax.device_put(y) for y in results], derived)
 
 
-@lru_cache(maxsize=1024)
 def _crossing(derived: Derived, avals: Sequence[Aval], x64: bool) -> Crossing:
     operands = [jax.ShapeDtypeStruct(a.shape, tensors.element_type(a.dtype)) for a in avals]
     return Crossing(derived, operands[derived.token_ops is not None :])
@@ -317,7 +316,7 @@ def _crossing(derived: Derived, avals: Sequence[Aval], x64: bool) -> Crossing:
 def _evaluate_compiled(values: Sequence[Any], derived: Derived) -> list[Any]:
     try:
         _wait(values)  # then the callback runs on this thread, where Ctrl-C reaches it
-        results = _compiled(derived)(*values)
+        results = derived.handle.caches.of(_compiled)(derived)(*values)
         _wait(results)
     except Exception as error:
         failure = recall(error)

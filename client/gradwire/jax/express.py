@@ -7,7 +7,8 @@ Everything `gradwire.jax.callback` says of callbacks holds here too. What makes 
 a program without host callbacks from C++, and that nothing is converted on the way.
 
 Who keeps a place. The program does, as long as JAX has it; but XLA may still be executing a program that JAX has
-dropped, so the places dropped last are kept too, of more programs than XLA lets be under way. Numbers are never
+dropped, so the places dropped last are kept too, of more programs than XLA lets be under way, until they have not been used for
+a while: they keep their targets in the workers. (A call at once is waited for, and its program is not under way.) Numbers are never
 used twice, and begin at random: a program that another process has compiled finds nothing here.
 
 What it does not take goes the ordinary way: calls that move state (their tokens), complex numbers and the other
@@ -24,6 +25,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,6 +47,9 @@ __all__ = ["is_open_to", "lower"]
 VARIABLE = "GRADWIRE_JAX_FFI"
 TARGET = "gradwire"
 DROPPED = 4096  # XLA has at most 32 programs under way on a device
+UNUSED_S = 60.0
+"""After that a place that was dropped goes, when further programs are made or dropped."""
+LOOKS = 16
 
 # Those that jax-tvm-ffi 0.1.3 takes.
 _DTYPES = frozenset(BY_NAME) - {"complex64", "complex128", "float8_e3m4"}
@@ -70,6 +75,7 @@ def is_open_to(context: Any) -> bool:
 
 def lower(context: Any, values: Sequence[Any], crossing: Crossing) -> Sequence[Any]:
     """The node as a call of the target."""
+    _let_go()
     place = Place(crossing, _views(context.avals_in), _views(context.avals_out))
     number = next(_numbers)
     _places[number] = place
@@ -131,10 +137,11 @@ View = Callable[[Any], np.ndarray]
 class Place:
     """A node of a program: what is called there, and how its operands and results lie."""
 
-    __slots__ = ("__weakref__", "crossing", "operands", "results")
+    __slots__ = ("__weakref__", "crossing", "operands", "results", "used")
 
     def __init__(self, crossing: Crossing, operands: list[View], results: list[View]) -> None:
         self.crossing, self.operands, self.results = crossing, operands, results
+        self.used = 0.0  # or when it was dropped
 
 
 class _Hold:
@@ -144,12 +151,27 @@ class _Hold:
         self._place = place
 
     def __del__(self) -> None:
-        _dropped.append(self._place)
+        if not self._place.crossing.is_waited_for:
+            self._place.used = time.monotonic()
+            _dropped.append(self._place)
+        _let_go()
 
 
 _numbers = itertools.count(secrets.randbits(62))
 _places: WeakValueDictionary[int, Place] = WeakValueDictionary()
 _dropped: deque[Place] = deque(maxlen=DROPPED)
+
+
+def _let_go() -> None:
+    """Of what was dropped and not used for a while; a look at some. In finalizers, and any thread."""
+    latest = time.monotonic() - UNUSED_S
+    for _ in range(min(LOOKS, len(_dropped))):
+        try:
+            place = _dropped.popleft()
+        except IndexError:
+            return
+        if place.used > latest:
+            _dropped.append(place)
 
 
 def _target(number: int, *tensors: Any) -> None:
@@ -159,6 +181,7 @@ def _target(number: int, *tensors: Any) -> None:
         raise LookupError(
             "this program with a remote call was compiled in another process, or dropped while it ran: jit it anew"
         )
+    place.used = time.monotonic()
     operands = [view(x) for view, x in zip(place.operands, tensors, strict=False)]
     results = place.crossing.results(operands)
     for view, room, y in zip(place.results, tensors[len(operands) :], results, strict=True):

@@ -39,6 +39,11 @@ __all__ = ["bind", "ordered_effect", "primitive", "results_of"]
 primitive = Primitive("gradwire")
 primitive.multiple_results = True
 
+# JAX remembers what types a node's results have, by its parameters: where it can hold these weakly (from 0.8) it is to, for they keep the
+# target in its worker. There is no public way; without it a target goes when JAX has met 2,048 others, or with jax.clear_caches().
+_held_weakly: set[type] = getattr(sys.modules.get("jax._src.util"), "weakref_cache_key_types", set())
+_held_weakly.add(Derived)
+
 _typeof = getattr(jax, "typeof", None) or jax.core.get_aval
 
 
