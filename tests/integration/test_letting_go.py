@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -115,10 +116,11 @@ def test_jax_keeps_nothing_of_a_module_that_it_has_called(
     worker: gw.Worker, there: Callable[[], list[int]], is_functional: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(express, "UNUSED_S", -1.0)
+    x = jax.numpy.ones((2, 3))
     for _ in range(3):
         net: Any = worker.module("dropped:Net")
-        apply, params = gw.jax.functional(net) if is_functional else (lambda _, x: net(x), None)
-        jax.grad(lambda x: jax.jit(apply)(params, x).sum() + apply(params, x).sum())(jax.numpy.ones((2, 3)))
-        del net, apply, params
+        apply = partial(*gw.jax.functional(net)) if is_functional else net
+        jax.grad(lambda x, apply: jax.jit(apply)(x).sum() + apply(x).sum())(x, apply)
+        del net, apply
     gc.collect()
     until(there, [0, 0])
