@@ -33,7 +33,7 @@ _KEPT = (
     "is out of scope",
     "defined in another function",
     "external symbolic tensor",
-    'passed a "Graph" tensor',
+    'a "Graph" tensor',
 )
 _NOT_IN_GRAPH = getattr(tf.errors, "OperatorNotAllowedInGraphError", TypeError)
 _MOVED = (
