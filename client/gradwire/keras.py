@@ -221,6 +221,13 @@ class Layer(keras.layers.Layer):
         self.supports_masking = masks is not None  # Keras warns of masks that come to a layer that does not
         return result
 
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Of one argument: what `TimeDistributed` asks for. The dtype of an input is taken for that of the policy."""
+        given = keras.tree.map_shape_structure(
+            lambda s: keras.KerasTensor(s, self.compute_dtype), input_shape
+        )
+        return keras.tree.map_structure(lambda y: y.shape, self.compute_output_spec(given))
+
     def _at(self, training: Any) -> tuple[Functional, dict[str, Any], dict[str, Any]]:
         if training is not None and not isinstance(training, (bool, int, np.bool_)):
             raise UsageError(

@@ -448,6 +448,25 @@ def test_r39_frozen_layers_losses_masks_and_names_with_tensorflow(
     np.testing.assert_allclose(*histories, 1e-4)
 
 
+def test_a_layer_for_each_step_of_a_sequence(worker_of: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TimeDistributed` asks for the shape alone."""
+    monkeypatch.syspath_prepend(str(HERE / "targets"))
+    import keras_models
+
+    local = keras_models.make_dense()
+    layer = gw.keras.Layer(worker_of("tensorflow").module("keras_models:make_dense"))
+    layer.set_weights(local.get_weights())
+    x, found = tf.constant(np.random.default_rng(0).normal(size=(2, 3, 5, 4)), "float32"), []
+    for part in (local, layer):
+        given = keras.Input((3, 5, 4))
+        model = keras.Model(given, keras.layers.TimeDistributed(part)(given))
+        with tf.GradientTape() as tape:
+            y = model(x)
+        found.append([y, *tape.gradient(y, [v.value for v in model.trainable_weights])])
+    for mine, wanted in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, wanted, 1e-5, 1e-5)
+
+
 def test_losses_elsewhere_are_never_left_out_in_silence(
     worker_of: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
