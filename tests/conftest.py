@@ -25,6 +25,8 @@ from hypothesis import settings
 
 from gradwire_broker.runtime import sweep
 
+gc.disable()  # until all tests are collected: to look through what was imported again and again is a quarter of that time
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # A slow machine must not turn a property into a failure; what may not take long has a timeout of its own.
@@ -55,13 +57,13 @@ def users_environment() -> dict[str, str]:
 # The files that take longest, in that order, are begun first: a long one at the end would leave a core idle.
 LONGEST = [
     "test_jax_versions",
-    "test_fuzz",
     "test_soak",
     "test_field_reports_derivatives",
     "test_field_reports_processes",
     "test_keras_layer",
     "test_transforms",
     "test_tensorflow_worker",
+    "test_fuzz",
     "test_table",
     "test_jax_caller",
     "test_keras",
@@ -97,6 +99,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Longest first; pytest-xdist hands files out in this order (`--no-loadscope-reorder`)."""
     place = {name: n for n, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 # ---- Interpreters of the workers' environments ---------------------------------------------------------------------
@@ -229,6 +235,7 @@ def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     finally:
         shutil.rmtree(runtime_root, ignore_errors=True)
         os.close(in_use)
+    gc.freeze()  # pytest collects five times more at its end
     if left:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
 

@@ -172,7 +172,7 @@ def test_torch_is_not_brought_in_unasked(setting: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(express.VARIABLE, setting)
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, cwd=root, check=False
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, cwd=root, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True" if setting == "on" else "False"] * 2

@@ -784,7 +784,7 @@ def test_a_process_is_prepared_before_jax_begins(arguments: str, words: list[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     for word in words:
