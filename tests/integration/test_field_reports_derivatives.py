@@ -857,7 +857,7 @@ with gw.connect() as bridge:
 def test_r42_after_a_restart_a_pure_call_is_computed_again(torch_python: str) -> None:
     program = PROGRAM.format(python=str(torch_python), targets=str(TARGETS))
     run = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=110
     )
     assert run.returncode == 0 and run.stdout.strip() == "done", run.stderr[-3000:]
 

@@ -21,7 +21,7 @@ def test_the_examples(torch_python: str) -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert run.returncode == 0, run.stderr
     assert "Array" in run.stdout or "[" in run.stdout
