@@ -98,6 +98,13 @@ class FunctionalHandle(Handle):
     def is_module(self, value: bool) -> None: ...
 
     @property
+    def always_moves(self) -> bool:
+        return self._module.always_moves
+
+    @always_moves.setter
+    def always_moves(self, value: bool) -> None: ...
+
+    @property
     def moves(self) -> int:
         """The module's: its buffers are part of what a forward gives."""
         return self._module.moves
@@ -164,6 +171,8 @@ class Functional:
         moves = bool(training) and not (
             self.has_explicit_buffers and remote._options.seed is not None  # traced or not
         )
+        if self.handle.always_moves and not self.has_explicit_buffers:
+            moves = True
         return remote._site(structure, stateful=moves, training=training)
 
     def flatten(

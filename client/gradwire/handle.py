@@ -59,7 +59,7 @@ class Handle(Cached):
         self._remote = 0
         self._dropping: weakref.finalize[[int], Handle] | None = None
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
-        self.is_module = self._may_have_rules = False
+        self.is_module = self._may_have_rules = self.always_moves = False
         self.training: bool | None = None
         self.moves = 0  # how often what a forward gives may have changed: by a step, a load, a new life, a training call
         self.stakes = Stakes()
@@ -135,7 +135,7 @@ class Handle(Cached):
         facts = answers.loaded(reply.structure)
         self._note_number(connection, facts.remote)
         self.is_module = facts.is_module
-        self._may_have_rules = facts.may_have_rules
+        self._may_have_rules, self.always_moves = facts.may_have_rules, facts.always_moves
         self._resume_mode(connection, facts.training)
         self._resume_freezing(connection)
         if self.stakes.stake == Stake.BUFFERS and self._has_no_buffers(connection):
@@ -241,7 +241,7 @@ class Handle(Cached):
         is_plain = type(token) is int and not token
         # (a token of a former life tells of its own loss)
         connection = self._ready() if is_plain else self._there()
-        if self.is_module and site.training is not False:
+        if self.is_module and (site.training is not False or self.always_moves):
             self._note_stake(site, is_plain)
         if is_plain:
             return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
@@ -263,8 +263,13 @@ class Handle(Cached):
     def _note_stake(self, site: Site, is_plain: bool) -> None:
         stake = self._stake_of_call(site)
         self.stakes.raise_to(stake)
-        if is_plain and site.training and stake:
+        if is_plain and (site.training or self.always_moves) and stake:
             self._count_move()
+
+    @property
+    def state_moves(self) -> str:
+        """Why a call moves state, for messages."""
+        return "is in training mode" if self.training else "carries state from call to call"
 
     def _count_move(self) -> None:
         self.moves += 1
@@ -307,7 +312,7 @@ class Handle(Cached):
         again: Callable[[], Any],
     ) -> Submission:
         """A call for the pipeline. See `gradwire.submissions.Submission`."""
-        if self.is_module and site.training is not False:
+        if self.is_module and (site.training is not False or self.always_moves):
             self._note_stake(site, True)
         return pipeline.submission(self, self._remote, site, carriers, adopt, again)
 

@@ -26,8 +26,8 @@ def vjp(handle: Handle, site: Site, family: str, carriers: list[Carrier]) -> tup
     recompute = site.residuals == "recompute"
     if recompute and site.stateful:
         raise UsageError(
-            f"{handle.name} is in training mode: to recompute its forward at the pullback would move its state twice "
-            "and draw other random numbers. Use residuals='keep', or eval() it"
+            f"{handle.name} {handle.state_moves}: to recompute its forward at the pullback would move its state twice "
+            f"and draw other random numbers. Use residuals='keep'{', or eval() it' if handle.training else ''}"
         )
     outcome = handle.invoke(site, (), carriers, keep=messages.KEEP_NOTHING if recompute else messages.KEEP)
     pullback = Pullback(

@@ -48,6 +48,8 @@ class ScriptedHandle(Cached):
     results, or what to raise. structure: bytes of the result tree; a tuple of the results if it is None.
     """
 
+    always_moves, state_moves = False, "is in training mode"
+
     def __init__(
         self,
         answer: Callable[[Message], Sequence[Any]],

@@ -235,7 +235,13 @@ class Liar(threading.Thread):
     def _right(self, message: Any, exchange: Any) -> Any:
         if type(message) is messages.Load:
             is_module = message.kind == "module"
-            facts = {"remote": 1, "is_module": is_module, "training": None, "may_have_rules": False}
+            facts = {
+                "remote": 1,
+                "is_module": is_module,
+                "training": None,
+                "always_moves": False,
+                "may_have_rules": False,
+            }
             return messages.Done(message.call_id, flatten(facts, lambda x: False)[0], [], 0, 0)
         if type(message) is messages.Spec:
             facts = [[[[2, 3], [2, 32, 1]]], flatten(0.5, lambda x: True)[0], False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import tensorflow as tf
@@ -88,6 +89,9 @@ def _assert_states_go_on(worker: gw.Worker) -> None:
     np.testing.assert_allclose(y, as_numpy(local(x[2])), 1e-5, 1e-6)
     remote.load_state_dict(state)
     np.testing.assert_array_equal(remote(x[2]), y)
+    remote.load_state_dict(state)
+    twice = jax.jit(lambda x: remote(x) - remote(x))(x[2])  # two equal calls that are not one
+    np.testing.assert_allclose(twice, y - as_numpy(local(x[2])), 1e-4, 1e-6)
 
 
 def _assert_loaded_statistics_count(worker: gw.Worker) -> None:

@@ -19,7 +19,13 @@ from gradwire_wire.recordings import COLUMNS
 from gradwire_wire.structures import LONE_LEAF, flatten
 
 FLOAT32, INT64 = [2, 32, 1], BY_NAME["int64"]
-RIGHT_LOAD = {"remote": 1, "is_module": True, "training": None, "may_have_rules": False}
+RIGHT_LOAD = {
+    "remote": 1,
+    "is_module": True,
+    "training": None,
+    "always_moves": False,
+    "may_have_rules": False,
+}
 
 
 def told(tree: Any) -> bytes:
@@ -27,7 +33,7 @@ def told(tree: Any) -> bytes:
 
 
 def test_right_answers() -> None:
-    assert answers.loaded(told(RIGHT_LOAD)) == (1, True, None, False)
+    assert answers.loaded(told(RIGHT_LOAD)) == (1, True, None, False, False)
     assert answers.number(told(7)) == 7
     assert answers.spec_result(told([[[[2, 0], FLOAT32]], LONE_LEAF, True])) == (
         (Aval((2, 0), BY_NAME["float32"]),),
@@ -50,6 +56,7 @@ def test_right_answers() -> None:
         *({**RIGHT_LOAD, "remote": wrong} for wrong in (-1, True, "1", None, 1.0)),
         *({**RIGHT_LOAD, "is_module": wrong} for wrong in (None, 1)),
         {**RIGHT_LOAD, "may_have_rules": 1},
+        {**RIGHT_LOAD, "always_moves": None},
         *({**RIGHT_LOAD, "training": wrong} for wrong in (0, "x", [])),
     ],
 )

@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 
+from gradwire_wire.interruption import came_from_handler
+
 __all__ = [
     "DUMP_STACK",
     "INTERRUPT",
@@ -20,8 +22,6 @@ __all__ = [
     "raise_descriptor_limit",
     "reset_signals",
 ]
-
-from gradwire_wire.interruption import came_from_handler
 
 PR_SET_PDEATHSIG = 1
 NR_PIDFD_OPEN = 434  # the same on every architecture

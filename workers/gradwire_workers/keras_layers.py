@@ -18,6 +18,7 @@ from gradwire_wire.structures import flatten
 __all__ = [
     "MASKS",
     "called_in_layer",
+    "carries_state",
     "derived_anew",
     "frozen",
     "is_keras_layer",
@@ -60,10 +61,19 @@ def rnn_states(layer: Any) -> list[Any]:
     known = {id(v) for v in listed(layer, "weights")}
     found: dict[int, Any] = {}
     for part in layer._flatten_layers():
-        if getattr(part, "stateful", False) is True and getattr(part, "cell", None) is not None:
+        if _is_stateful_rnn(part):
             states = flatten(_plain_lists(part.states), lambda v: hasattr(v, "assign"), "the states")[1]
             found.update((id(v), v) for v in states if id(v) not in known)
     return list(found.values())
+
+
+def carries_state(layer: Any) -> bool:
+    """Whether it has `rnn_states`, or will have them once it is built."""
+    return any(map(_is_stateful_rnn, layer._flatten_layers()))
+
+
+def _is_stateful_rnn(layer: Any) -> bool:
+    return getattr(layer, "stateful", False) is True and getattr(layer, "cell", None) is not None
 
 
 def _plain_lists(tree: Any) -> Any:

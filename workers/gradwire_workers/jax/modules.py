@@ -52,6 +52,10 @@ class ModuleProgram(Program):
         return self._store.generation
 
     @property
+    def always_moves(self) -> bool:  # type: ignore[override]
+        return bool(self._store.model.streams)
+
+    @property
     def training(self) -> bool | None:
         own = self._store.training
         return own if own is None or self._mode is None else self._mode

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import regularized
+from gradwire_workers.keras_layers import carries_state, regularized
 from gradwire_workers.program import Program, Residual, Result, WorkerSite
 from gradwire_workers.tensorflow.functional import WithBuffers, WithParameters
 from gradwire_workers.tensorflow.functions import SiteFunction
@@ -41,6 +41,10 @@ class TensorFlowProgram(Program):
         self._frozen: list[str] = []
         self._functions: OrderedDict[Any, SiteFunction] = OrderedDict()
         self._before_training: str | None = None
+
+    @property
+    def always_moves(self) -> bool:  # type: ignore[override]
+        return self._module.is_keras and any(map(carries_state, self._module.layers()))
 
     # ---- Calls -------------------------------------------------------------------------------------------------------
 
@@ -71,7 +75,7 @@ class TensorFlowProgram(Program):
             site = replace(site, seed=None)
         found = self._functions.get((site, mode))
         if found is None:
-            if mode or self._module.streams:
+            if mode or self.always_moves:
                 self.note_training()
             found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode, self._around)
             if len(self._functions) > MAX_SITES:

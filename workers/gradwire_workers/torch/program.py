@@ -99,6 +99,10 @@ class TorchProgram(Program):
         self._generation = number
 
     @property
+    def always_moves(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self._module, "streams", False))  # see `torch.keras`
+
+    @property
     def training(self) -> bool | None:
         return None if self._module is None else self._module.training
 
@@ -233,8 +237,7 @@ class TorchProgram(Program):
                 "a torch worker runs functions eagerly, and options(compile=True) asks for compiling. "
                 "Leave it out, or apply torch.compile to the target in the worker's own code"
             )
-        moves_in_any_mode = bool(getattr(self._module, "streams", False))  # see `torch.keras`
-        if site.training or moves_in_any_mode:
+        if site.training or self.always_moves:
             self.note_training()
         return self._make_flat(self._target, site, self._device or _CPU)
 
