@@ -1,4 +1,4 @@
-"""How brokers and workers start, and what is said where they do not (R02, R04, R05, R06, R58, R65)."""
+"""How brokers and workers start, and what is said where they do not (R04, R05, R06, R58, R65)."""
 
 from __future__ import annotations
 
@@ -452,28 +452,6 @@ def test_several_start_at_once(link: Any, standin: Any) -> None:
 def test_r58_the_programs_main_is_never_run_again(program: Callable[..., Any], how: str) -> None:
     one = program("print('once')\nlink = standin.link()\nstandin.worker(link)\nlink.close()", how=how)
     assert one.end() == (0, "once\n", "")
-
-
-def test_r02_no_fork_warning_with_threads_and_jax(program: Callable[..., Any]) -> None:
-    pytest.importorskip("jax")
-    one = program(
-        """
-        import threading
-        import jax
-        jax.jit(lambda x: x + 1)(1.0).block_until_ready()
-        stop = threading.Event()
-        threads = [threading.Thread(target=stop.wait) for _ in range(8)]
-        for thread in threads: thread.start()
-        link = standin.link()
-        for _ in range(3): standin.worker(link)
-        link.close()
-        stop.set()
-        print("fine")
-        """,
-        options=["-W", "error::RuntimeWarning", "-W", "error::DeprecationWarning:gradwire"],
-    )
-    code, output, errors = one.end(60)
-    assert (code, output) == (0, "fine\n"), errors
 
 
 def test_a_forked_child_owns_nothing_and_harms_nothing(program: Callable[..., Any]) -> None:
