@@ -6,7 +6,7 @@ What could go by the pipeline keeps its order. While its target is not there, af
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire.background import futures_in, raising, with_results
 from gradwire.families import compiling_face, exported, face_named, in_callers_modes, tensors_named
@@ -31,13 +31,13 @@ def submit(remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any], may_wa
     known = None if kwargs else remote._routes.get((remote.handle.training, *map(type, args)))
     waited = () if known is not None else futures_in([args, kwargs])
     if not waited:
-        return _begin(remote, args, kwargs, may_wait, None, known)
+        return _begin(_Call(remote, args, kwargs, known), may_wait, None)
     future = _future(remote)
 
     def begin() -> None:
         try:
             args_there, kwargs_there = with_results([args, kwargs])
-            _begin(remote, args_there, kwargs_there, False, future, None)
+            _begin(_Call(remote, args_there, kwargs_there), False, future)
         except Exception as error:
             remote._background.start(future, raising(error))
 
@@ -52,70 +52,72 @@ def _future(remote: Remote) -> Future[Any]:
     return future if pipeline is None else pipeline.new_future()
 
 
-def _begin(
-    remote: Remote,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    may_wait: bool,
-    future: Future[Any] | None,
-    known: tuple[str, Site] | None,
-) -> Future[Any]:
-    """Submit a call by the pipeline, or by a thread that makes it. known: its route."""
-    act: Any = in_callers_modes(partial(remote, *args, **kwargs))
+class _Call(NamedTuple):
+    """What is to be called. known: its route, where that is known already."""
+
+    remote: Remote
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    known: tuple[str, Site] | None = None
+
+    def make(self) -> Any:
+        """It, the ordinary way."""
+        return self.remote(*self.args, **self.kwargs)
+
+    def route(self) -> tuple[str, Site, list[Any]]:
+        """See `Remote._route`."""
+        if self.known is None:
+            return self.remote._route(self.args, self.kwargs)
+        return (*self.known, list(self.args))
+
+
+def _begin(call: _Call, may_wait: bool, future: Future[Any] | None) -> Future[Any]:
+    """Submit a call by the pipeline, or by a thread that makes it."""
+    act, background = in_callers_modes(call.make), call.remote._background
     begun = None
     if compiling_face() is None:
         try:
-            begun = _begin_in_order(remote, args, kwargs, may_wait, future, known, act)
+            begun = _begin_in_order(call, may_wait, future, act)
         except Exception as error:
             act = raising(error)
     if begun is not None:
         return begun
-    future = future or remote._background.new_future()
-    remote._background.start(future, act)
+    future = future or background.new_future()
+    background.start(future, act)
     return future
 
 
-def _begin_in_order(
-    remote: Remote,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    may_wait: bool,
-    future: Future[Any] | None,
-    known: tuple[str, Site] | None,
-    act: Any,
-) -> Future[Any] | None:
+def _begin_in_order(call: _Call, may_wait: bool, future: Future[Any] | None, act: Any) -> Future[Any] | None:
     """Submit a call by the pipeline, or by the anteroom while its target is not there. None where it keeps no order."""
-    handle, background = remote.handle, remote._background
+    handle, background = call.remote.handle, call.remote._background
     anteroom = background.anteroom
     pipeline = None if anteroom.is_occupied else handle.pipeline(background)
-    call = None if pipeline is None else _submission(remote, pipeline, args, kwargs, known, act)
-    if call is not None and pipeline is not None:
-        begun = pipeline.submit(call, may_wait, future)
+    submission = None if pipeline is None else _submission(call, pipeline, act)
+    if submission is not None and pipeline is not None:
+        begun = pipeline.submit(submission, may_wait, future)
         if begun is not None:
             return begun
     if not (anteroom.is_occupied or _is_away(handle, pipeline)):
         return None
-    if call is None and not _keeps_order(*_routed(remote, args, kwargs, known)):
+    if submission is None and not _keeps_order(*call.route()):
         return None
     waiting = future or background.new_future()
     handle.give_back()
-    anteroom.put(in_callers_modes(partial(_proceed, remote, args, kwargs, waiting, act)))
+    anteroom.put(in_callers_modes(partial(_proceed, call._replace(known=None), waiting, act)))
     return waiting
 
 
-def _proceed(
-    remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any], future: Future[Any], act: Any
-) -> None:
+def _proceed(call: _Call, future: Future[Any], act: Any) -> None:
     """The turn of a call in the anteroom: its target is brought back if need be, and then it goes by the pipeline."""
-    handle, background = remote.handle, remote._background
+    handle, background = call.remote.handle, call.remote._background
     begun = pipeline = None
     try:
         if not (handle.is_there or future.cancelled()):
             handle.bring_back()
         pipeline = handle.pipeline(background)
-        call = None if pipeline is None else _submission(remote, pipeline, args, kwargs, None, act)
-        if call is not None and pipeline is not None:
-            begun = pipeline.submit(call, False, future)
+        submission = None if pipeline is None else _submission(call, pipeline, act)
+        if submission is not None and pipeline is not None:
+            begun = pipeline.submit(submission, False, future)
     except Exception as error:
         act = raising(error)
     if begun is not None:
@@ -136,29 +138,16 @@ def _is_away(handle: Handle, pipeline: Pipeline | None) -> bool:
     return handle.keeps_order if pipeline is None else pipeline.is_over
 
 
-def _submission(
-    remote: Remote,
-    pipeline: Pipeline,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    known: tuple[str, Site] | None,
-    again: Any,
-) -> Submission | None:
+def _submission(call: _Call, pipeline: Pipeline, again: Any) -> Submission | None:
     """The call as it goes by the pipeline; None where a gradient would be recorded, or it may be repeated."""
-    family, site, leaves = _routed(remote, args, kwargs, known)
+    family, site, leaves = call.route()
     if not _keeps_order(family, site, leaves):
         return None
     carriers = exported(leaves, site.structure)
     adopt = tensors_named(family).adopt
     if family != "numpy":
         adopt = in_callers_modes(adopt)
-    return remote.handle.submission(pipeline, site, carriers, adopt, again)
-
-
-def _routed(
-    remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[str, Site] | None
-) -> tuple[str, Site, list[Any]]:
-    return remote._route(args, kwargs) if known is None else (*known, list(args))
+    return call.remote.handle.submission(pipeline, site, carriers, adopt, again)
 
 
 def _keeps_order(family: str, site: Site, leaves: list[Any]) -> bool:
