@@ -47,8 +47,9 @@ __all__ = ["is_open_to", "lower"]
 VARIABLE = "GRADWIRE_JAX_FFI"
 TARGET = "gradwire"
 DROPPED = 4096  # XLA has at most 32 programs under way on a device
-UNUSED_S = 60.0
-"""After that a place that was dropped goes, when further programs are made or dropped."""
+UNUSED_S = 600.0
+"""After that a place that was dropped goes, when further programs are made or dropped. A program that was dropped while it runs may compute
+as long between two of its calls."""
 LOOKS = 16
 
 # Those that jax-tvm-ffi 0.1.3 takes.
