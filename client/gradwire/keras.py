@@ -183,10 +183,12 @@ class Layer(keras.layers.Layer):
         result = face.call(functional.handle, site, leaves)
         if self._explicit:
             result, moved = result
-            if functional.handle.training:
-                for name, variable in moving.items():
-                    self._check_kept(variable, moved[name])
-                    variable.assign(moved[name])
+            for (
+                name,
+                variable,
+            ) in moving.items():  # in evaluation mode too: the states of stateful RNNs move there
+                self._check_kept(variable, moved[name])
+                variable.assign(moved[name])
         result, losses, masks = result
         self.supports_masking = masks is not None
         for loss in losses:

@@ -92,6 +92,9 @@ def _assert_states_go_on(worker: gw.Worker) -> None:
     remote.load_state_dict(state)
     twice = jax.jit(lambda x: remote(x) - remote(x))(x[2])  # two equal calls that are not one
     np.testing.assert_allclose(twice, y - as_numpy(local(x[2])), 1e-4, 1e-6)
+    layer = gw.keras.Layer(remote, buffers="explicit")
+    for chunk in x[:2]:
+        np.testing.assert_allclose(as_numpy(layer(chunk)), as_numpy(local(chunk)), 1e-5, 1e-6)
 
 
 def _assert_loaded_statistics_count(worker: gw.Worker) -> None:
