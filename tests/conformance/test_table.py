@@ -148,9 +148,13 @@ def targets_in_process() -> Iterator[None]:
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    sys.path.insert(0, str(TARGETS))
-    yield
-    sys.path.remove(str(TARGETS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TARGETS))
+        for framework in WORKERS:  # other suites have targets of the same name
+            patch.delitem(sys.modules, f"in_{framework}", raising=False)
+        yield
+        for framework in WORKERS:
+            sys.modules.pop(f"in_{framework}", None)
     torch.set_num_threads(before)
 
 
