@@ -118,7 +118,7 @@ def test_what_is_called_at_once_goes_with_its_last_proxy() -> None:
 def use_and_drop(use: Callable[[Any], Any]) -> weakref.ref[ScriptedHandle]:
     handle = ScriptedHandle(lambda m: m.carriers[-1:])
     held = handle.share_caches()  # as its proxies do
-    use(remote(handle))
+    jax.block_until_ready(use(remote(handle)))  # what runs holds it
     del held
     return weakref.ref(handle)
 
