@@ -509,6 +509,46 @@ def test_what_is_random_is_in_training_mode_for_no_two_of_its_calls_are_one(make
     assert program.training is False
 
 
+class CachingLinen(nn.Module):
+    """One step of decoding, with dropout, so that it is used in evaluation mode."""
+
+    @nn.compact
+    def __call__(self, x: Any, deterministic: bool = True) -> Any:
+        past = self.variable("cache", "past", jnp.zeros, 3)
+        other = self.variable("other", "count", jnp.zeros, ())
+        if not deterministic:
+            other.value += 1
+        if not self.is_initializing():
+            past.value += nn.Dropout(0.5)(x, deterministic=deterministic).sum(0)
+        return x + past.value
+
+
+class CachingNnx(nnx.Module):
+    def __init__(self) -> None:
+        self.past, self.count = nnx.Cache(jnp.zeros(3)), nnx.Variable(jnp.zeros(()))
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.count[...] += 1
+        self.past[...] += self.drop(x).sum(0)
+        return x + self.past
+
+
+@pytest.mark.parametrize("make_obj", [lambda: initialised(CachingLinen()), CachingNnx])
+def test_caches_of_flax_move_in_evaluation_mode_as_well(make_obj: Any) -> None:
+    """And nothing else does: who decodes has no dropout."""
+    program = load(make_obj())
+    program.train(False)
+    assert program.always_moves and not load(initialised(Quiet())).always_moves
+    for step in (1, 2, 3):
+        if step == 2:
+            program.spec(site(program), [Aval(X.shape, BY_NAME["float64"])])
+        agree([call(program)], [X + step * X.sum(0)], 1e-6)
+    state = program.state_dict()
+    assert sorted(abs(np.asarray(x)).sum() > 0 for x in state.values()) == [False, True]
+    assert program.has_moved()
+
+
 def test_the_mode_a_module_comes_in() -> None:
     module = targets.make_nnx()
     module.eval()

@@ -15,6 +15,7 @@ from gradwire_workers.jax.trees import Tree, dotted, is_trainable
 __all__ = ["LinenModel"]
 
 SOWN = "intermediates"  # what a call leaves for whoever looks into it: no state
+CACHE = "cache"  # Flax's own name for what decoding writes to, in evaluation mode of all
 
 
 class LinenModel(Model):
@@ -39,6 +40,8 @@ class LinenModel(Model):
         self.parameters = {n: x for n, x in arrays.items() if n in trained and is_trainable(x)}
         self.buffers = {n: x for n, x in arrays.items() if n not in self.parameters}
         self._mutable = [name for name in collections if name != "params"]
+        cached = Tree({CACHE: collections.get(CACHE, {})}, _name).arrays
+        self.streams = frozenset(n for n in cached if n in self.buffers)
         self._signature = CallSignature(self._module.__call__)
         has_modes = self._signature.modes or self._mutable or may_draw(self._module)
         self.training = True if has_modes else None
@@ -61,7 +64,7 @@ class LinenModel(Model):
             self._tree.filled(arrays),
             *given.args,
             rngs=rngs,
-            mutable=self._mutable if training else [],
+            mutable=self._mutable if training else [name for name in self._mutable if name == CACHE],
             **given.kwargs,
         )
         return result, Tree(dict(moved), _name).arrays
