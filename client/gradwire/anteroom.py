@@ -3,7 +3,7 @@
 A worker that died or was restarted has to be started, and the target to be loaded, before a pipeline can take calls; whoever submits waits
 for neither. So a thread brings the target back for the first of them, or says why not, and begins one after the other.
 Whatever is submitted to that worker meanwhile goes behind them, other targets' calls as well: what a worker keeps from call to call
-depends on their order.
+depends on their order. A call that no packet takes waits here, too, until what is under way has been answered.
 
 Handlers of signals may raise, or call in here, between any two steps of the main thread: the thread is on its way before there is something
 for it, and where two are, one serves.

@@ -17,7 +17,7 @@ from gradwire_wire.errors import ForkedError, MemoryExhaustedError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Background", "futures_in", "giving", "is_ours", "raising", "with_results"]
+__all__ = ["Background", "behind", "futures_in", "giving", "is_ours", "raising", "with_results"]
 
 
 class Background:
@@ -188,6 +188,16 @@ def is_ours(callback: Any) -> bool:
 def giving(result: Any) -> Callable[[], Any]:
     """What gives that."""
     return lambda: result
+
+
+def behind(wait: Callable[[], None], act: Callable[[], Any]) -> Callable[[], Any]:
+    """What gives what ``act()`` does, once ``wait()`` has returned."""
+
+    def both() -> Any:
+        wait()
+        return act()
+
+    return both
 
 
 def raising(error: BaseException) -> Callable[[], Any]:

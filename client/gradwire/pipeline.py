@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from gradwire.background import Background, giving, is_ours, raising
+from gradwire.background import Background, behind, giving, is_ours, raising
 from gradwire.endings import no_thread, without_frames
 from gradwire.futures import OVER, RUNNING, CallFuture, belongs_to, finish
 from gradwire.packets import Packets
@@ -96,9 +96,12 @@ class Pipeline:
 
     # -- submitting ------------------------------------------------------------------------------
 
-    def submit(self, call: Submission, may_wait: bool, future: Any = None) -> Future[Any] | None:
+    def submit(
+        self, call: Submission, may_wait: bool, future: Any = None, in_turn: bool = False
+    ) -> Future[Any] | None:
         """The call's future; None where it cannot go this way. Waits for room if it may. Raises what refuses the arguments.
 
+        in_turn: whether it comes from the anteroom, behind which all others go.
         MemoryExhaustedError where there is no thread to read the answers.
         """
         call.is_fresh = future is None
@@ -107,7 +110,8 @@ class Pipeline:
             return None  # a handler of signals has interrupted just this
         with self._lock:
             has_room = self._has_room(call.nbytes) or self._wait_for_room(call.nbytes, may_wait)
-            if self._is_over:
+            call.is_late = not in_turn and self._background.anteroom.is_occupied
+            if self._is_over or call.is_late:
                 return None
             if not has_room:
                 call.hold()
@@ -117,6 +121,7 @@ class Pipeline:
             try:
                 self._begin(call)
             except Elsewhere:
+                call.is_elsewhere = True
                 return None
         self._packets.send_soon(call.nbytes)
         return call.future
@@ -263,21 +268,28 @@ class Pipeline:
         waiting, self._waiting = self._waiting, deque()
         try:
             while waiting and self._has_room(waiting[0].nbytes):
-                self._begin_or_tell(waiting.popleft())
+                self._begin_or_tell(waiting[0])
+                waiting.popleft()
+        except Elsewhere:
+            self._divert(waiting)
         finally:
             self._waiting = waiting
 
     def _begin_or_tell(self, call: Submission) -> None:
+        """Raises `Elsewhere`."""
         try:
             self._begin(call)
         except Elsewhere:
-            self._make_again(call)
+            raise
         except BaseException as error:
             self._background.start(call.future, raising(error))
 
-    def _make_again(self, call: Submission) -> None:
-        assert call.again is not None, "it was under way"
-        self._background.start(call.future, call.again)
+    def _divert(self, waiting: deque[Submission]) -> None:
+        """No packet takes the first of those that wait: all are made the ordinary way, after what is under way (lock held)."""
+        for call in waiting:
+            assert call.again is not None, "it was under way"
+            self._background.start_in_order(call.future, behind(self.drain, call.again))
+        waiting.clear()
 
     def _complete(self, done: Sequence[tuple[Submission, Any, BaseException | None]]) -> None:
         """Tell the futures, and then their callbacks."""

@@ -187,7 +187,7 @@ class Remote:
 
         Calls from numpy, and from torch where no gradient is recorded, are made in this order, and many are under way at
         once: it waits while that are 128 calls or 16 MiB of arguments (a thread that runs an event loop never does). All
-        others, those too long for a lane, and all of them by tcp, with ``GRADWIRE_LANE=zmq`` or ``retry``, are made by eight
+        others, and all of them by tcp, with ``GRADWIRE_LANE=zmq`` or ``retry``, are made by eight
         threads, in no order: wait for such a future before ``train``, ``step`` and the like, which wait for the former alone.
 
         An argument may be the future of another ``submit``, also inside lists, tuples and dicts: the call is made once its

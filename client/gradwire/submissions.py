@@ -46,7 +46,8 @@ class Strange(Exception):
 class Submission:
     """One call: what it needs to be encoded, and then to be told its answer.
 
-    adopt: makes a tensor of a result's carrier. again: makes the call the ordinary way.
+    adopt: makes a tensor of a result's carrier. again: makes the call the ordinary way. is_elsewhere: whether no packet takes it.
+    is_late: whether others wait before it.
     """
 
     __slots__ = (
@@ -59,7 +60,9 @@ class Submission:
         "future",
         "handle",
         "is_abandoned",
+        "is_elsewhere",
         "is_fresh",
+        "is_late",
         "is_new",
         "key",
         "nbytes",
@@ -85,7 +88,7 @@ class Submission:
         self.signature = signature = signature_of(carriers)
         self.key = (remote, site.number, tuple(chain) if chain else (), signature)
         self.nbytes = sum([c.array.nbytes for c in carriers])
-        self.is_abandoned = self.is_new = self.is_fresh = False
+        self.is_abandoned = self.is_elsewhere = self.is_late = self.is_new = self.is_fresh = False
         self.call_id = self.number = 0
         self.frame = b""
         self.plan: Plan | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradwire.background import futures_in, raising, with_results
+from gradwire.background import behind, futures_in, raising, with_results
 from gradwire.families import compiling_face, exported, face_named, in_callers_modes, tensors_named
 from gradwire.site import Site
 from gradwire_wire.interruption import postponed, raise_postponed
@@ -97,7 +97,13 @@ def _begin_in_order(call: _Call, may_wait: bool, future: Future[Any] | None, act
         begun = pipeline.submit(submission, may_wait, future)
         if begun is not None:
             return begun
-    if not (anteroom.is_occupied or _is_away(handle, pipeline)):
+        if submission.is_elsewhere:
+            alone = future or background.new_future()
+            background.start_in_order(alone, behind(handle.drain, act))
+            return alone
+    if not (
+        anteroom.is_occupied or (submission is not None and submission.is_late) or _is_away(handle, pipeline)
+    ):
         return None
     if submission is None and not _keeps_order(*call.route()):
         return None
@@ -110,19 +116,21 @@ def _begin_in_order(call: _Call, may_wait: bool, future: Future[Any] | None, act
 def _proceed(call: _Call, future: Future[Any], act: Any) -> None:
     """The turn of a call in the anteroom: its target is brought back if need be, and then it goes by the pipeline."""
     handle, background = call.remote.handle, call.remote._background
-    begun = pipeline = None
+    begun = pipeline = submission = None
     try:
         if not (handle.is_there or future.cancelled()):
             handle.bring_back()
         pipeline = handle.pipeline(background)
         submission = None if pipeline is None else _submission(call, pipeline, act)
         if submission is not None and pipeline is not None:
-            begun = pipeline.submit(submission, False, future)
+            begun = pipeline.submit(submission, False, future, in_turn=True)
+            if submission.is_elsewhere:
+                act = behind(handle.drain, act)
     except Exception as error:
         act = raising(error)
     if begun is not None:
         return
-    if _is_away(handle, pipeline):
+    if submission is not None or _is_away(handle, pipeline):
         background.do_here(future, act)
     else:
         background.start(future, act)

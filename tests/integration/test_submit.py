@@ -205,6 +205,28 @@ def test_they_are_made_in_their_order(workers: tuple[gw.Worker, gw.Worker]) -> N
 
 
 @on_lanes
+def test_those_that_no_packet_takes_keep_their_order(workers: tuple[gw.Worker, gw.Worker]) -> None:
+    """For a text is longer; those that wait for room, and those whose argument is another's future, as well."""
+    note, noted = (workers[0].function(f"submitted:{name}") for name in ("note", "noted"))
+    noted(small(0))
+
+    def submit(i: int, x: Any) -> Future[Any]:
+        return note.submit(x, "a" * 400_000 if i % 7 == 3 else "")
+
+    async def within_a_loop() -> list[Future[Any]]:
+        return [submit(i, small(i)) for i in range(50, 250)]
+
+    futures = [submit(i, small(i)) for i in range(50)]
+    futures += asyncio.run(within_a_loop())
+    assert [float(f.result(60)[0]) for f in futures] == list(range(250))
+    futures = [submit(3, futures[3]), submit(4, small(4))]
+    assert [float(f.result(60)[0]) for f in futures] == [3, 4]
+    found = noted(small(0))
+    np.testing.assert_array_equal(found[:250], np.arange(250))
+    assert sorted(found[250:]) == [3, 4]
+
+
+@on_lanes
 @pytest.mark.parametrize("how", ["died", "restarted"])
 def test_they_keep_their_order_while_their_worker_comes_back(how: str) -> None:
     """Also those of several targets, of which one is loaded again before the other."""

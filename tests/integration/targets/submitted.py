@@ -11,7 +11,7 @@ import numpy as np
 _noted: list[int] = []
 
 
-def note(x: Any) -> Any:
+def note(x: Any, text: str = "") -> Any:
     """In which order calls come."""
     _noted.append(int(x.flat[0]))
     return x
