@@ -3,7 +3,7 @@
 #
 #   make setup    every environment            make demo     train through three frameworks, three processes
 #   make check    format, lint, types, layers, fast tests    (under 90 s)
-#   make test     every test                                 (some 11 min on 2 cores)
+#   make test     every test                                 (some 13 min on 2 cores)
 #   make fuzz     ten minutes of wrong bytes at every door
 #   make soak     half an hour of calls while workers are killed
 #   make soak-page   ten million calls through one page: none lost, torn or late (some minutes)
