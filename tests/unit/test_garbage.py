@@ -68,3 +68,14 @@ def test_a_process_that_has_grown_is_looked_through_at_once(process: Process, ga
 
 def test_the_system_says_what_is_resident() -> None:
     assert resident_nbytes() > 1 << 20
+
+
+def test_what_has_come_with_a_look_is_not_overlooked_when_it_goes(process: Process, garbage: Garbage) -> None:
+    garbage.note()
+    process.nbytes += 2 * GROWN
+    garbage.note(is_module=False)  # its optimizer alone
+    process.now += PAUSE
+    garbage.look()
+    looks = process.looks
+    garbage.note()
+    assert process.looks == looks + 1

@@ -389,10 +389,10 @@ class Desk:
     def _let_go(self, programs: list[Program], had_optimizers: bool) -> None:
         """Of what nobody can name. Modules and optimizers are large, and parts of cycles."""
         self._state.forget_of(programs)
-        is_large = had_optimizers or any(program.is_module for program in programs)
+        had_modules = any(program.is_module for program in programs)
         programs.clear()
-        if is_large:
-            self._garbage.note()
+        if had_modules or had_optimizers:
+            self._garbage.note(had_modules)
 
     def _ping(self, session: Session, ping: Ping, *_: Any) -> Reply:
         return self.answers.done(session, ping.call_id, (), flatten(None, _never)[0])

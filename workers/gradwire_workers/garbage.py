@@ -43,27 +43,30 @@ class Garbage:
         self._next, self._nbytes = 0.0, 0
         self.is_due = False
 
-    def note(self) -> None:
-        """Something was let go of that is perhaps a part of a cycle."""
+    def note(self, is_module: bool = True) -> None:
+        """Something was let go of that is perhaps a part of a cycle. (An optimizer's module may be there, which is what has grown.)"""
         self.is_due = True
-        if self._resident() > self._nbytes + GROWN:
-            self._look(self._clock())
+        if is_module and self._resident() > self._nbytes + GROWN:
+            self._look()
+            self._nbytes = self._resident()
         else:
             self.look()
 
     def look(self) -> None:
         """If it is due, and its time has come."""
-        now = self._clock()
-        if self.is_due and now >= self._next:
-            self._look(now)
+        if self.is_due and self._clock() >= self._next:
+            self._look()
+            self._nbytes = min(
+                self._nbytes, self._resident()
+            )  # what has come meanwhile is not to be overlooked when it goes
 
     def wait_ms(self) -> int | None:
         """How long until something is to be done here; None: nothing is."""
         return max(0, math.ceil((self._next - self._clock()) * 1000)) if self.is_due else None
 
-    def _look(self, begin: float) -> None:
+    def _look(self) -> None:
         self.is_due = False
+        begin = self._clock()
         self._collect()
         end = self._clock()
         self._next = end + PAUSE * (end - begin)
-        self._nbytes = self._resident()
