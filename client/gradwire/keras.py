@@ -183,10 +183,7 @@ class Layer(keras.layers.Layer):
         result = face.call(functional.handle, site, leaves)
         if self._explicit:
             result, moved = result
-            for (
-                name,
-                variable,
-            ) in moving.items():  # in evaluation mode too: the states of stateful RNNs move there
+            for name, variable in moving.items():  # also in evaluation mode: a stateful RNN's move there
                 self._check_kept(variable, moved[name])
                 variable.assign(moved[name])
         result, losses, masks = result
