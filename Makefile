@@ -18,6 +18,7 @@ PYTHON    ?= python3
 PIP_FLAGS ?= -q -q
 # Python compiles what is imported when it is imported; compiling whole frameworks beforehand is half of pip's time.
 PIP_INSTALL := -m pip install $(PIP_FLAGS) --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE # once, then: where it is set, each process would compile three frameworks anew
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += --jobs=3 # three environments at a time: some download while others unpack
 endif
@@ -40,7 +41,7 @@ help:
 # `requirements` follows environments/NAME.txt (a change rebuilds from nothing, so that nothing is left over);
 # `project` follows pyproject.toml (gradwire is installed editable: its sources need no reinstall).
 
-setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .envs/jax-oldest .envs/jax-newest
+setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .envs/jax-oldest .envs/jax-newest .venv/.stamp-imported
 
 .venv:            .venv/.stamp-project
 .envs/demo:       .envs/demo/.stamp-project
@@ -65,6 +66,11 @@ setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .
 %/.stamp-project: %/.stamp-requirements pyproject.toml
 	@echo "make: installing gradwire into $* (editable)"
 	@$*/bin/python $(PIP_INSTALL) --no-deps --editable .
+	@touch $@
+
+# Compiles what all of pytest's processes import when they begin, while other environments are still being installed.
+.venv/.stamp-imported: .venv/.stamp-project
+	@TF_CPP_MIN_LOG_LEVEL=3 .venv/bin/python -c "import equinox, flax, jax, keras, optax, tensorflow, torch" 2>/dev/null
 	@touch $@
 
 .PRECIOUS: .envs/%/.stamp-requirements
