@@ -70,7 +70,8 @@ setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .
 
 # Compiles what all of pytest's processes import when they begin, while other environments are still being installed.
 .venv/.stamp-imported: .venv/.stamp-project
-	@TF_CPP_MIN_LOG_LEVEL=3 .venv/bin/python -c "import equinox, flax, jax, keras, optax, tensorflow, torch" 2>/dev/null
+	@TF_CPP_MIN_LOG_LEVEL=3 .venv/bin/python -c "import equinox, flax, jax, keras, optax, tensorflow, torch" 2>.venv/imported.log \
+	  || { cat .venv/imported.log >&2; exit 1; }
 	@touch $@
 
 .PRECIOUS: .envs/%/.stamp-requirements
