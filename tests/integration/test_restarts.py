@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire import lines
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 X = np.arange(3.0)
@@ -269,14 +268,17 @@ def test_calls_during_a_restart_wait_for_the_new_process(make: Callable[..., gw.
 
 
 @pytest.mark.parametrize(("end", "error"), [("restart", gw.WorkerDiedError), ("close", gw.ClosedError)])
-def test_r69_loading_ends_with_its_process(make: Callable[..., gw.Worker], end: str, error: type) -> None:
+def test_r69_loading_ends_with_its_process(
+    make: Callable[..., gw.Worker], tmp_path: pathlib.Path, end: str, error: type
+) -> None:
     """It has no deadline, for a factory may fetch its weights; but whoever ends the worker ends it at once."""
-    worker = make()
-    others = set(lines._in_flight)
+    begun = tmp_path / "begun"
+    worker = make(env={"BEGUN": str(begun)})
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(worker.function, "fragile_slow:double")
-        while lines._in_flight <= others:
-            time.sleep(0.001)
+        while not begun.exists():
+            assert not loading.done()
+            time.sleep(0.01)
         getattr(worker, end)()
         with pytest.raises(error, match="while it worked on this call"):
             loading.result(60)
