@@ -207,7 +207,7 @@ def quick_collections() -> None:
 
 # ---- Nothing stays behind ------------------------------------------------------------------------------------------
 
-LEAVING_S = 60.0  # DESIGN says 5, which benchmarks/endings.py holds; a busy machine may take longer
+LEAVING_S = 20.0  # DESIGN says 5, which benchmarks/endings.py holds; a busy machine may take longer
 MARK = "GRADWIRE_TEST_SESSION"
 
 # The kinds of descriptor that gradwire opens. (libzmq's context is never terminated and keeps its eventfds and

@@ -6,7 +6,6 @@ The worker is a double in this process (torch in a thread of its own); the oracl
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from gradwire.families import family_of, is_leaf
 from gradwire.site import Site
 from gradwire_wire.errors import UnsupportedTensorError
 from gradwire_wire.structures import flatten
+from tests.doubles.patience import soon
 from tests.doubles.torch_handle import TorchHandle
 
 # torch loads scripted code of its own when it first differentiates forwards.
@@ -362,11 +362,7 @@ def test_eager_tokens_are_given_back_when_they_are_dropped(remote: Any) -> None:
     assert f.counts == {"keep": 1, "pull": 2}
     del pull
     jax.block_until_ready(jax.vmap(jax.grad(loss_of(f)), (0, None))(X5, W))
-    deadline = time.monotonic() + 60
-    while f.handle.kept:  # threads of XLA's let go of a token when they get to it
-        assert time.monotonic() < deadline
-        gc.collect()
-        time.sleep(0.001)
+    assert soon(lambda: not f.handle.kept)
 
 
 def test_grad_of_a_long_scan(remote: Any) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from gradwire.site import Site
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import positional
+from tests.doubles.patience import soon
 from tests.doubles.scripted_handle import ScriptedHandle
 
 pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
@@ -115,18 +115,13 @@ def test_what_is_called_at_once_goes_with_its_last_proxy() -> None:
     try:
         for use in (lambda f: f(x), lambda f: jax.grad(lambda x: f(x).sum())(x)):
             seen = use_and_drop(use)
-            assert soon(lambda seen=seen: seen() is None), "no table and no cycle holds it"
+            assert soon(lambda seen=seen: seen() is None, call_jax), "no table and no cycle holds it"
     finally:
         gc.enable()
 
 
-def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it holds before long: what threads of XLA's drop, JAX lets go of when it is called next."""
-    deadline = time.monotonic() + 60
-    while not holds() and time.monotonic() < deadline:
-        (jnp.asarray(x) + 1).block_until_ready()
-        time.sleep(0.001)
-    return holds()
+def call_jax() -> None:
+    (jnp.asarray(x) + 1).block_until_ready()
 
 
 def use_and_drop(use: Callable[[Any], Any]) -> weakref.ref[ScriptedHandle]:

@@ -12,7 +12,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import Leaf, fill, flatten, positional
 from gradwire_workers import jax as engine
 from gradwire_workers.program import WorkerSite
+from tests.doubles.patience import soon
 
 RNG = np.random.default_rng(0)
 
@@ -426,15 +426,6 @@ class Segment(ctypes.c_char * 800_064):
 
     def __del__(self) -> None:
         Segment.alive -= 1
-
-
-def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it holds before long: threads of XLA's let go of what a program used when they get to it."""
-    deadline = time.monotonic() + 60
-    while not holds() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.001)
-    return holds()
 
 
 @pytest.mark.parametrize("compile", [None, False])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
 from gradwire_wire.tensors import jax as family
+from tests.doubles.patience import soon
 
 WIDE = ["float64", "int64", "uint64", "complex128"]
 
@@ -138,15 +138,6 @@ class Segment(ctypes.c_char * 400_064):
 
     def __del__(self) -> None:
         Segment.alive -= 1
-
-
-def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it holds before long: threads of XLA's let go of what a program used when they get to it."""
-    deadline = time.monotonic() + 60
-    while not holds() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.001)
-    return holds()
 
 
 def test_r16_an_adopted_array_keeps_its_memory() -> None:

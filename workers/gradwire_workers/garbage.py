@@ -56,9 +56,8 @@ class Garbage:
         """If it is due, and its time has come."""
         if self.is_due and self._clock() >= self._next:
             self._look()
-            self._nbytes = min(
-                self._nbytes, self._resident()
-            )  # what has come meanwhile is not to be overlooked when it goes
+            # what has come meanwhile is not to be overlooked when it goes
+            self._nbytes = min(self._nbytes, self._resident())
 
     def wait_ms(self) -> int | None:
         """How long until something is to be done here; None: nothing is."""

@@ -32,10 +32,8 @@ class NnxModel(Model):
         self.parameters = {n: x for n, x in params.items() if is_trainable(x)}
         rest = {n: x for n, x in params.items() if n not in self.parameters}
         self.buffers = {**rest, **Tree(self._rest, _name).arrays}
-        cached = Tree(
-            self._nnx.split(module, self._nnx.Cache, ...)[1], _name
-        ).arrays  # what decoding writes to
-        self.streams = frozenset(n for n in cached if n in self.buffers)
+        caches = self._nnx.split(module, self._nnx.Cache, ...)[1]  # what decoding writes to
+        self.streams = frozenset(n for n in Tree(caches, _name).arrays if n in self.buffers)
         self._signature = CallSignature(module.__call__)
         differ = self._graphs[True] != self._graphs[False]
         # no two calls are the same one then
