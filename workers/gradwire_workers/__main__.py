@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import io
 import os
+import shlex
 import sys
 import traceback
 from typing import Any
@@ -35,8 +36,13 @@ from gradwire_wire.lifeline import (
 )
 
 NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
+OLDEST_MSGPACK = (
+    1,
+    0,
+)  # before it texts were packed as bytes are unless one says otherwise: each end would read other messages
 FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu"}
 BUILT = "gradwire-environment.json"  # lies in an environment that gradwire built from requirements
+STDERR = 2  # its descriptor: what the environment's own sitecustomize has made of sys.stderr may be anything
 MOST_TEXT = 60_000  # characters of one message; a packet holds about 200 kB
 
 
@@ -55,8 +61,9 @@ def main(lifeline_fd: int) -> int:
     try:
         desk, engine = _start(config, lifeline, own_umask)
         lifeline.send_nowait(WorkerReady(_info(engine), desk.far_endpoint))
-    except CannotStart as error:
-        lifeline.send_nowait(CouldNot(str(error).encode("utf-8", "backslashreplace").decode()[-MOST_TEXT:]))
+    except Exception as error:  # of any kind: where sys.stderr is closed nobody would read of it
+        why = str(error) if isinstance(error, CannotStart) else _told(error)
+        lifeline.send_nowait(CouldNot(why.encode("utf-8", "backslashreplace").decode()[-MOST_TEXT:]))
         return 1
     try:
         desk.serve(lifeline.fileno(), lambda: _heed(lifeline, desk, engine))
@@ -90,8 +97,8 @@ def _start(config: WorkerConfig, lifeline: Lifeline, own_umask: int) -> tuple[An
         )
     process.raise_descriptor_limit()
     _settle_output()
-    faulthandler.enable()
-    faulthandler.register(process.DUMP_STACK)
+    faulthandler.enable(STDERR)
+    faulthandler.register(process.DUMP_STACK, STDERR)
     sys.argv[:] = ["gradwire_workers"]
     _check_needed()
     engine = _import_framework(config, lifeline)
@@ -109,7 +116,7 @@ def _start(config: WorkerConfig, lifeline: Lifeline, own_umask: int) -> tuple[An
 def _settle_output() -> None:
     """Lines appear when they are written, Python's and C's, and none fails for want of an encoding."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and not stream.closed:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     try:
         import ctypes
@@ -125,6 +132,14 @@ def _check_needed() -> None:
     if missing:
         names = " and ".join(missing)
         raise CannotStart(f"{sys.executable} has no {names}. Install with: {_install(' '.join(missing))}")
+    import msgpack
+
+    if msgpack.version < OLDEST_MSGPACK:
+        has, needs = (".".join(map(str, version)) for version in (msgpack.version, OLDEST_MSGPACK))
+        raise CannotStart(
+            f"{sys.executable} has msgpack {has}, and {needs} or newer is needed. "
+            f"Install with: {_install(f'msgpack>={needs}')}"
+        )
 
 
 def _install(packages: str) -> str:
@@ -132,7 +147,7 @@ def _install(packages: str) -> str:
         return (
             f"requirements=[…, {', '.join(map(repr, packages.split()))}], of which this environment was built"
         )
-    return f"{sys.executable} -m pip install {packages}"
+    return f"{sys.executable} -m pip install {shlex.join(packages.split())}"
 
 
 def _import_framework(config: WorkerConfig, lifeline: Lifeline) -> Any:

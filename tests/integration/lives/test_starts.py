@@ -288,9 +288,31 @@ def test_r65_missing_packages_are_named_with_the_command_that_installs_them(
     borrow(bare_python, "zmq", "numpy")
     text = failure(worker, python=bare_python)
     assert f"has no msgpack. Install with: {bare_python} -m pip install msgpack\n" in text
+    site = next(Path(bare_python).parents[1].glob("lib/python*/site-packages"))
+    (site / "msgpack.py").write_text("version = (0, 6, 2)\n")
+    text = failure(worker, python=bare_python)
+    assert (
+        "has msgpack 0.6.2, and 1.0 or newer is needed. "
+        f"Install with: {bare_python} -m pip install 'msgpack>=1.0'\n" in text
+    )
+    (site / "msgpack.py").unlink()
     borrow(bare_python, "msgpack")
     facts = worker(python=bare_python)
     assert facts.info["executable"] == bare_python
+
+
+def test_r65_what_fails_where_nothing_can_be_printed_is_said(
+    worker: Callable[..., Any], bare_python: str
+) -> None:
+    """As under some supervisors, and by an environment's own sitecustomize."""
+    borrow(bare_python, "zmq", "numpy")
+    site = next(Path(bare_python).parents[1].glob("lib/python*/site-packages"))
+    (site / "sitecustomize.py").write_text("import sys\nsys.stdout = None\nsys.stderr.close()\n")
+    (site / "msgpack.py").write_text("raise RuntimeError('a broken package')\n")
+    assert "RuntimeError: a broken package" in failure(worker, python=bare_python)
+    (site / "msgpack.py").unlink()
+    borrow(bare_python, "msgpack")
+    assert worker(python=bare_python).info["executable"] == bare_python
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
