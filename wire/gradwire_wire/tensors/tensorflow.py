@@ -2,7 +2,8 @@
 
 TensorFlow never writes to a buffer that somebody else holds (variables copy on write), so an exported view
 stays as it was. The other way round, it aliases by DLPack only what is dense and aligned, and **aborts the
-process** where an aliased buffer is not aligned as its kernels want: everything else is copied.
+process** where an aliased buffer is not aligned as its kernels want: everything else is copied. So is all of it where
+numpy's own end of DLPack would crash the process (before 1.24).
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ NAME = "tensorflow"
 
 # What Eigen asks for in the widest build (AVX-512). The kernels check it with an abort, not with an error.
 ALIGNMENT = 64
+
+# TensorFlow lets go of a tensor's memory without the interpreter's lock. numpy before 1.24 does not take it to let go of
+# its array (numpy#22507), and what lent the memory has a finalizer in Python.
+_NUMPY_TAKES_THE_LOCK = tuple(map(int, np.__version__.split(".")[:2])) >= (1, 24)
 
 _from_dlpack = tf.experimental.dlpack.from_dlpack
 _REFUSED = {
@@ -83,7 +88,7 @@ def adopt(carrier: Carrier) -> Any:
 def _alias(array: np.ndarray) -> Any:
     """A tensor over the array's memory, which it keeps alive; None where TensorFlow cannot have one."""
     flags = array.flags
-    if not (flags.c_contiguous and flags.writeable) or array.size == 0:
+    if not (_NUMPY_TAKES_THE_LOCK and flags.c_contiguous and flags.writeable) or array.size == 0:
         return None  # (numpy exports no read-only array as the DLPack kind that TensorFlow reads)
     if array.__array_interface__["data"][0] % ALIGNMENT:
         return None
