@@ -130,8 +130,10 @@ class Bridge:
         or a version such as "3.9" (default: this one). requirements: lines as for pip; an environment with these is
         built from that Python, once, which may take minutes beyond start_timeout, and kept in a cache. env: wins
         over everything gradwire sets; None removes a variable. path: folders where targets are looked for
-        (default: the working directory). threads: of its framework (default: its share of the cores, among the
-        workers there are when its first target is loaded). x64: JAX's 64-bit mode. restart: "never", "on-failure"
+        (default: the working directory). cwd: the folder it runs in (default: likewise). threads: of its framework
+        (default: its share of the cores, among the workers there are when its first target is loaded). x64: JAX's
+        64-bit mode. device: as the framework calls it, such as "cpu" or "cuda:0" (default: the framework's). name:
+        what errors and ``bridge[name]`` call it (default: its framework). restart: "never", "on-failure"
         (a signal, or an exit code other than 0) or "always": whether the next call starts a worker that died
         again. The calls in flight raise WorkerDiedError all the same and are not repeated; modules begin anew from
         their factory, and what they had learned is lost unless saved. Raises UsageError where it cannot be had as

@@ -187,6 +187,15 @@ def test_patterns_of_files_and_attributes(folder: Path) -> None:
             find_target("gwtp.nets:make", Permissions([pattern]))
 
 
+def test_what_a_pattern_names_itself_may_have_been_defined_elsewhere(folder: Path) -> None:
+    """Keras's optimizers have another home than their public name; who writes the name means it. Not a module, nor what is below it."""
+    permissions = Permissions(["gwtp.nets:alias", "gwtp.nets:os", "gwtp.nets:unlis*"])
+    assert find_target("gwtp.nets:alias", permissions) is find_target("gwtp.nets:alias")
+    for target in ("gwtp.nets:alias.__call__", "gwtp.nets:os", "gwtp.nets:os.system", "gwtp.nets:unlisted"):
+        with pytest.raises(UnknownTargetError, match="may not be called here"):
+            find_target(target, permissions)
+
+
 def test_optimizers_and_schedules_are_targets_too(folder: Path) -> None:
     class Program:
         is_module = True

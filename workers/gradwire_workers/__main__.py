@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import io
 import os
-import shlex
 import sys
 import traceback
 from typing import Any
@@ -34,6 +33,7 @@ from gradwire_wire.lifeline import (
     WorkerConfig,
     WorkerReady,
 )
+from gradwire_workers.installation import how_to_install
 
 NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
 OLDEST_MSGPACK = (
@@ -41,7 +41,6 @@ OLDEST_MSGPACK = (
     0,
 )  # before it texts were packed as bytes are unless one says otherwise: each end would read other messages
 FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu"}
-BUILT = "gradwire-environment.json"  # lies in an environment that gradwire built from requirements
 STDERR = 2  # its descriptor: what the environment's own sitecustomize has made of sys.stderr may be anything
 MOST_TEXT = 60_000  # characters of one message; a packet holds about 200 kB
 
@@ -131,23 +130,17 @@ def _check_needed() -> None:
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         names = " and ".join(missing)
-        raise CannotStart(f"{sys.executable} has no {names}. Install with: {_install(' '.join(missing))}")
+        raise CannotStart(
+            f"{sys.executable} has no {names}. Install with: {how_to_install(' '.join(missing))}"
+        )
     import msgpack
 
     if msgpack.version < OLDEST_MSGPACK:
         has, needs = (".".join(map(str, version)) for version in (msgpack.version, OLDEST_MSGPACK))
         raise CannotStart(
             f"{sys.executable} has msgpack {has}, and {needs} or newer is needed. "
-            f"Install with: {_install(f'msgpack>={needs}')}"
+            f"Install with: {how_to_install(f'msgpack>={needs}')}"
         )
-
-
-def _install(packages: str) -> str:
-    if os.path.exists(os.path.join(sys.prefix, BUILT)):
-        return (
-            f"requirements=[…, {', '.join(map(repr, packages.split()))}], of which this environment was built"
-        )
-    return f"{sys.executable} -m pip install {shlex.join(packages.split())}"
 
 
 def _import_framework(config: WorkerConfig, lifeline: Lifeline) -> Any:
@@ -172,9 +165,11 @@ def _import_framework(config: WorkerConfig, lifeline: Lifeline) -> Any:
 def _not_imported(framework: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == framework:
         packages = FRAMEWORK_PACKAGES.get(framework, framework)
-        return f"{sys.executable} has no {framework}. Install with: {_install(packages)}"
+        return f"{sys.executable} has no {framework}. Install with: {how_to_install(packages)}"
     if isinstance(error, ModuleNotFoundError) and error.name:
-        remedy = f"\nThat environment lacks {error.name}; perhaps: {_install(error.name.partition('.')[0])}"
+        remedy = (
+            f"\nThat environment lacks {error.name}; perhaps: {how_to_install(error.name.partition('.')[0])}"
+        )
         return f"importing {framework} failed: {_told(error)}{remedy}"
     return f"importing {framework} failed: {_told(error)}"
 

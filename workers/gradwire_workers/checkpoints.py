@@ -13,6 +13,7 @@ import numpy as np
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import DtypeError, UsageError
+from gradwire_workers.installation import how_to_install
 
 __all__ = ["read", "write"]
 
@@ -114,7 +115,6 @@ def _library() -> Any:
         import safetensors
     except ImportError:
         raise UsageError(
-            "save() and load() need safetensors in the worker's environment, and it is not there: "
-            f"{sys.executable} -m pip install safetensors"
+            f"save() and load() need safetensors, which {sys.executable} has not. Install with: {how_to_install('safetensors')}"
         ) from None
     return safetensors

@@ -12,7 +12,8 @@ A pattern is a place, or ``place:attribute``; without an attribute it allows all
 What a name leads to is looked at as well, since a module has more names than its author thinks of: its imports
 (``models:os``), what its functions know (``models:f.__globals__``), what its classes inherit. So a chain of
 attributes never passes through a module or a name that begins with an underscore, and each thing on it
-must have been *defined* in an allowed module (``__module__``), or be listed in ``__all__`` of the one named.
+must have been *defined* in an allowed module (``__module__``), or be listed in ``__all__`` of the one named, or be the
+very name that a pattern ends in (``keras.optimizers:Adam``).
 
 This restricts which code of the worker's environment is *called*. It does not confine that code. The checks are pure.
 """
@@ -54,13 +55,16 @@ class Permissions:
         offered = getattr(module, "__all__", ())
         if name == attribute and isinstance(offered, (list, tuple)) and name in offered:
             return
+        if any(_covers(p, place) and name == attribute == a for p, a in self._patterns):
+            return
         home = getattr(found, "__module__", None)
         if not isinstance(home, str) or not (home == module.__name__ or self._has_module(home)):
             where = f"was defined in {home}" if isinstance(home, str) else "was defined elsewhere"
             self._refuse(
                 place,
                 attribute,
-                f"{name!r} {where}; {place} offers what it lists in __all__, and its own definitions",
+                f"{name!r} {where}; {place} offers what it lists in __all__, its own definitions, and what a pattern names: "
+                f"{place}:{attribute}",
             )
 
     def _has_module(self, home: str) -> bool:

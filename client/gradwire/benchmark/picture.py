@@ -15,9 +15,7 @@ __all__ = ["check", "draw"]
 def check() -> None:
     """UsageError where there is no matplotlib: before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "--plot needs matplotlib, which is not installed here: pip install 'gradwire[bench]'"
-        )
+        raise UsageError("--plot needs matplotlib, which is not installed here: pip install matplotlib")
 
 
 def draw(results: Mapping[str, Any], prefix: str) -> list[Path]:

@@ -27,13 +27,13 @@ def add_option(parser: Any) -> None:
     )
 
 
-def chosen_card(arguments: argparse.Namespace) -> Card:
-    """The broker's card. ConnectError where there is none, or several and none was named."""
+def chosen_card(arguments: argparse.Namespace, otherwise: str = "") -> Card:
+    """The broker's card. ConnectError where there is none (and what else could be done), or several and none was named."""
     if arguments.broker:
         return card_of(arguments.broker)
     cards = find_cards(os.environ)
     if not cards:
-        raise ConnectError("no shared broker runs here; start one with: gradwire up FILE")
+        raise ConnectError(f"no shared broker runs here; start one with: gradwire up FILE{otherwise}")
     if len(cards) > 1:
         names = ", ".join(f"{card.name} ({card.address})" for card in cards)
         raise ConnectError(f"several brokers run here; say which with --broker NAME: {names}")

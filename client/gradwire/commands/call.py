@@ -104,7 +104,10 @@ def _worker(arguments: argparse.Namespace) -> Iterator[Worker]:
         with connect() as bridge:
             yield bridge.worker(arguments.framework, python=arguments.python)
         return
-    with connect(chosen_card(arguments).address, start_timeout=ANSWER_S) as bridge:
+    card = chosen_card(
+        arguments, otherwise=", or have a worker started for this call by --framework and --python"
+    )
+    with connect(card.address, start_timeout=ANSWER_S) as bridge:
         if arguments.worker:
             yield bridge[arguments.worker]
             return

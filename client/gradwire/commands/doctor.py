@@ -38,7 +38,12 @@ class Finding(NamedTuple):
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser("doctor", help="look at this machine and say what to do about it")
+    parser = subparsers.add_parser(
+        "doctor",
+        help="look at this machine and say what to do about it",
+        description="Look at this machine: interpreters that workers could run in, limits, what earlier runs have left over; and "
+        "say what to do about each. Changes nothing. The exit code is 1 where there is a problem.",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

@@ -19,7 +19,12 @@ DAY_S = 86400.0
 
 def add_parser(subparsers: Any) -> None:
     """The command and its three verbs."""
-    parser = subparsers.add_parser("env", help="environments built from requirements=: list, build, remove")
+    parser = subparsers.add_parser(
+        "env",
+        help="environments built from requirements=: list, build, remove",
+        description="Environments that were built once from the requirements= of a worker, in $GRADWIRE_CACHE or "
+        "~/.cache/gradwire (see docs/reference/environments.md).",
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="list | build | remove", required=True)
     verb = verbs.add_parser("list", help="what there is: size, last use, Python, requirements")
     verb.add_argument("--json", action="store_true", help="for programs")

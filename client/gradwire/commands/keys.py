@@ -14,7 +14,12 @@ __all__ = ["add_parser", "run"]
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser("keys", help="make keys for a broker that is used over tcp")
+    parser = subparsers.add_parser(
+        "keys",
+        help="make keys for a broker that is used over tcp",
+        description="Make the keys by which a broker and its clients know each other over tcp, as files in a folder (see "
+        "docs/security.md). To lock a client out, remove DIR/server/clients/NAME.key.",
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     create = verbs.add_parser("create", help="a broker's key and those of its first client")
     create.set_defaults(usage_error=create.error)

@@ -20,7 +20,11 @@ HEAD = ("BROKER", "WORKER", "FRAMEWORK", "PID", "STATE", "CALLS", "MEMORY", "AGE
 
 def add_parser(subparsers: Any) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser("ps", help="list the workers of the shared brokers that run here")
+    parser = subparsers.add_parser(
+        "ps",
+        help="list the workers of the shared brokers that run here",
+        description="List the workers of the shared brokers that run here: framework, process, state, calls, memory, age.",
+    )
     add_option(parser)
     parser.add_argument("--json", action="store_true", help="print them as JSON")
 
