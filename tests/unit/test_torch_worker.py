@@ -736,6 +736,14 @@ def test_a_hidden_state_with_its_graph_is_refused_as_torch_refuses_the_second_ba
                 program.keep(site, (), leaves)
 
 
+def test_a_module_is_not_taken_for_one_that_always_moves_by_the_names_of_its_attributes() -> None:
+    """What a wrapped Keras layer says of its states was read from every module: two streams of a network made it stateful."""
+    net = nn.Linear(2, 2)
+    net.streams = nn.ModuleList([nn.Linear(2, 2)])
+    net.always_moving = frozenset({"h"})
+    assert engine.program(net.eval(), is_module=True).always_moves is False
+
+
 def test_a_detached_hidden_state_trains_as_in_one_process() -> None:
     nets = []
     for _ in range(2):

@@ -61,7 +61,7 @@ def with_buffers(
 
 
 def _moving(model: Model, training: Any, after: dict[str, Any]) -> dict[str, Any]:
-    return {n: x for n, x in after.items() if n in model.streams} if training is False else after
+    return {n: x for n, x in after.items() if n in model.always_moving} if training is False else after
 
 
 class InLayer:
@@ -82,7 +82,7 @@ class _Collecting(Model):
     def __init__(self, model: Model, trainable: bool) -> None:
         self._model, self._trainable = model, trainable
         self.name, self.parameters, self.buffers = model.name, model.parameters, model.buffers
-        self.training, self.is_pure, self.streams = model.training, model.is_pure, model.streams
+        self.training, self.is_pure, self.always_moving = model.training, model.is_pure, model.always_moving
 
     def apply(self, *call: Any) -> Any:
         return self._model.apply_in_layer(self._trainable, *call)
@@ -277,7 +277,7 @@ class EagerModule:
     def __init__(self, core: Core, site: WorkerSite) -> None:
         self._core, self._call = core, Call(core, site)
         self.lifted = len(self._call.lifted)
-        self.moves = len(self._call.buffers) if site.training or core.store.model.streams else 0
+        self.moves = len(self._call.buffers) if site.training or core.store.model.always_moving else 0
 
     @property
     def structure(self) -> bytes:

@@ -42,7 +42,7 @@ class KerasModel(Model):
             )
         self._layer = layer
         self.training: bool | None = False
-        every, streams = weights_of(layer), {id(v) for v in rnn_states(layer)}
+        every, moving = weights_of(layer), {id(v) for v in rnn_states(layer)}
         trainable, weights = ({id(v) for v in vs} for vs in (layer.trainable_variables, every))
         self._variables: dict[str, Any] = {}
         for path, v in zip(stable_paths(layer, every), every):
@@ -50,7 +50,7 @@ class KerasModel(Model):
         values = {name: v.value for name, v in self._variables.items()}
         self.parameters = {n: x for n, x in values.items() if id(self._variables[n]) in trainable}
         self.buffers = {n: x for n, x in values.items() if n not in self.parameters}
-        self.streams = frozenset(n for n, v in self._variables.items() if id(v) in streams)
+        self.always_moving = frozenset(n for n, v in self._variables.items() if id(v) in moving)
         others = [v for v in layer.variables if id(v) not in weights]
         self._seeds = [v for v in others if v.path.endswith("seed_generator_state")]
 

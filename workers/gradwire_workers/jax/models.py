@@ -26,7 +26,8 @@ class Model(ABC):
     """A module taken apart.
 
     parameters: trainable inexact arrays by name. buffers: all its other arrays, but for the state of random streams.
-    streams: the buffers that a call moves in evaluation mode too. training: the mode it was made in; None where it has no modes. is_pure: whether its Python keeps nothing of a call.
+    always_moving: the buffers that a call moves in evaluation mode too. training: the mode it was made in; None where it has
+    no modes. is_pure: whether its Python keeps nothing of a call.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Model(ABC):
     buffers: dict[str, Any]
     training: Union[bool, None]
     is_pure: bool
-    streams: frozenset[str] = frozenset()
+    always_moving: frozenset[str] = frozenset()
 
     @abstractmethod
     def apply(

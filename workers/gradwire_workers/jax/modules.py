@@ -53,7 +53,7 @@ class ModuleProgram(Program):
 
     @property
     def always_moves(self) -> bool:  # type: ignore[override]
-        return bool(self._store.model.streams)
+        return bool(self._store.model.always_moving)
 
     @property
     def training(self) -> bool | None:

@@ -26,18 +26,20 @@ class NnxModel(Model):
         self._nnx = sys.modules["flax.nnx"]
         self.name = type(module).__qualname__
         graph, *parts = self._split(module)
-        self._params, self._streams, self._rest = parts
+        self._params, self._random_streams, self._rest = parts
         self._graphs: dict[bool | None, Any] = {None: graph, **self._modes(module)}
         params = Tree(self._params, _name).arrays
         self.parameters = {n: x for n, x in params.items() if is_trainable(x)}
         rest = {n: x for n, x in params.items() if n not in self.parameters}
         self.buffers = {**rest, **Tree(self._rest, _name).arrays}
         caches = self._nnx.split(module, self._nnx.Cache, ...)[1]  # what decoding writes to
-        self.streams = frozenset(n for n in Tree(caches, _name).arrays if n in self.buffers)
+        self.always_moving = frozenset(n for n in Tree(caches, _name).arrays if n in self.buffers)
         self._signature = CallSignature(module.__call__)
         differ = self._graphs[True] != self._graphs[False]
         # no two calls are the same one then
-        is_random = bool(jax.tree_util.tree_leaves(self._streams)) or self._signature.first_of(["rngs"])
+        is_random = bool(jax.tree_util.tree_leaves(self._random_streams)) or self._signature.first_of(
+            ["rngs"]
+        )
         if differ or self._signature.modes or self.buffers or is_random:
             self.training: bool | None = not differ or graph != self._graphs[False]
         else:
@@ -67,7 +69,7 @@ class NnxModel(Model):
         kwargs: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
         params, rest = (Tree(x, _name).filled(arrays) for x in (self._params, self._rest))
-        module = self._nnx.merge(self._graphs[training], params, _restarted(self._streams, key), rest)
+        module = self._nnx.merge(self._graphs[training], params, _restarted(self._random_streams, key), rest)
         given = self._signature.with_mode(Arguments(args, kwargs), training)
         if self._signature.first_of(["rngs"]):
             given = self._signature.having(given, "rngs", self._nnx.Rngs(jax.random.fold_in(key, 0)))

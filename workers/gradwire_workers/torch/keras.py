@@ -29,7 +29,7 @@ __all__ = ["KerasModule"]
 class KerasModule(torch.nn.Module):
     """Shares its tensors with the layer. Dropout and the like draw from torch's generator, which `options(seed=...)` sets.
 
-    streams: the buffers that a call moves in evaluation mode too.
+    always_moving: the buffers that a call moves in evaluation mode too.
 
     Raises UsageError for a layer that has not been built, or where Keras's backend is another.
     """
@@ -49,8 +49,8 @@ class KerasModule(torch.nn.Module):
                 self.register_parameter(name, v.value)
             else:
                 self.register_buffer(name, v.value.detach())
-        streams = {id(v) for v in rnn_states(layer)}
-        self.streams = frozenset(name for name, v in self._places.items() if id(v) in streams)
+        moving = {id(v) for v in rnn_states(layer)}
+        self.always_moving = frozenset(name for name, v in self._places.items() if id(v) in moving)
         self._originals = _AsItIs(list(self._places.values()))
         self._seeds = [
             v for v in layer.variables if id(v) not in weights and v.path.endswith("seed_generator_state")
@@ -85,7 +85,9 @@ class KerasModule(torch.nn.Module):
                 f"{'training' if self.training else 'evaluation'} mode: use remote.train() and remote.eval()"
             )
         given = {name: self._parameters.get(name, self._buffers.get(name)) for name in self._places}
-        for name in self.streams & self._buffers.keys():  # a state is part of the graph, and then overwritten
+        for name in (
+            self.always_moving & self._buffers.keys()
+        ):  # a state is part of the graph, and then overwritten
             given[name] = given[name].clone()
         mapping = [(self._places[name], x) for name, x in given.items()]
         # for shapes a shadow of this runs, with Keras's own lists of variables in it as they are

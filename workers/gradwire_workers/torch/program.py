@@ -100,7 +100,8 @@ class TorchProgram(Program):
 
     @property
     def always_moves(self) -> bool:  # type: ignore[override]
-        return bool(getattr(self._module, "streams", False))  # see `torch.keras`
+        module: Any = self._module
+        return state.is_of_keras(module) and bool(module.always_moving)
 
     @property
     def training(self) -> bool | None:
