@@ -18,18 +18,27 @@ __all__ = ["fields_of", "read_argument", "write_result"]
 def read_argument(text: str) -> Any:
     """An array from a ``.npy`` file, or else what the JSON says. UsageError."""
     if text.endswith(".npy"):
-        try:
-            return np.load(text)
-        except OSError as error:
-            raise UsageError(f"{text} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise UsageError(f"{text} is not an array file that can be read: {error}") from error
+        return _read_array(text)
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(
             f"{text!r} is neither a .npy file nor JSON; write a text in quotation marks of its own, '\"{text}\"'"
         ) from None
+
+
+def _read_array(path: str) -> np.ndarray:
+    try:
+        with open(path, "rb") as file:
+            return np.lib.format.read_array(file)  # no pickle: it is not allowed to
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (
+        Exception
+    ) as error:  # numpy's own parsing of what may be any bytes: nearly all that Python can raise
+        raise UsageError(
+            f"{path} is not an array file that can be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def write_result(path: Path, result: Any) -> None:

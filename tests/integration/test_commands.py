@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -42,6 +43,14 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     done = gradwire("doktor")
     assert done.returncode == 2
     assert "doctor" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupt_while_it_reads_its_own_modules_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "parser", interrupted)
+    assert commands.main(["ps"]) == 130
 
 
 def test_doctor_names_this_interpreter_and_what_it_has() -> None:
@@ -328,9 +337,13 @@ def test_files_never_run_what_they_hold(tmp_path: Path) -> None:
     np.save(tmp_path / "objects.npy", np.array([print], dtype=object))
     with pytest.raises(UsageError, match="not an array file that can be read"):
         read_argument(str(tmp_path / "objects.npy"))
-    (tmp_path / "text.npy").write_text("hello")
-    with pytest.raises(UsageError, match="not an array file that can be read"):
-        read_argument(str(tmp_path / "text.npy"))
+    torn = b"\x93NUMPY\x01\x00\x02\x00{\n"
+    for content in (b"hello", b"", b"PK\x03\x04", torn):
+        (tmp_path / "other.npy").write_bytes(content)
+        with pytest.raises(UsageError, match="not an array file that can be read"):
+            read_argument(str(tmp_path / "other.npy"))
+    with pytest.raises(UsageError, match="is neither a"):
+        read_argument("[" * 100_000)
 
 
 def test_results_go_to_the_kind_of_file_they_fit(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_a_file_by_any_path(write: Write, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(targets, "_START", str(tmp_path / "sub"))
     assert find_target("gwt_model.py:value") is found, "below the working directory"
     assert find_target("../sub/./gwt_model.py:value") is found
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_target("~/sub/gwt_model.py:value") is found, "as in path= and python="
     os.symlink(path, tmp_path / "gwt_link.py")
     assert find_target(f"{tmp_path}/gwt_link.py:value") is found, "one file is one module"
 
@@ -125,7 +127,7 @@ def test_what_is_no_target_is_a_usage_error(target: str) -> None:
         ("/gwt/no/such/file.py:f", "looked at"),
         ("folder/file:f", "no module named"),
         ("math:sqrtt", "has no 'sqrtt'; did you mean 'sqrt'"),
-        ("math:zzzzzz", "has no 'zzzzzz'$"),
+        ("json:zzzzzz", r"has no 'zzzzzz' \(json is .*json.__init__\.py\)$"),
         ("math:sqrt.no.such", "has no 'sqrt.no.such'"),
         ("a..b:f", "no module named"),
     ],

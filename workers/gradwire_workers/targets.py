@@ -52,8 +52,14 @@ def find_target(target: str, permissions: Permissions | None = None) -> Any:
         except AttributeError:
             near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("__")], 3)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise UnknownTargetError(f"{place} has no {attribute!r}{hint}") from None
+            raise UnknownTargetError(f"{place} has no {attribute!r}{hint}{_origin(place, module)}") from None
     return found
+
+
+def _origin(place: str, module: ModuleType) -> str:
+    """Where it lies, for it may be another than the one that was meant: Python's own ``test`` or ``code``, say."""
+    file = getattr(module, "__file__", None)
+    return f" ({place} is {file})" if file and not place.endswith(".py") else ""
 
 
 def is_factory(found: Any) -> bool:
@@ -80,6 +86,7 @@ def _folders() -> list[str]:
 
 
 def _from_file(place: str) -> ModuleType:
+    place = os.path.expanduser(place)
     candidates = [place] if os.path.isabs(place) else [os.path.join(f, place) for f in [_START, *_folders()]]
     path = next((os.path.realpath(c) for c in candidates if os.path.isfile(c)), None)
     if path is None:

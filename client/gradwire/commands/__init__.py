@@ -36,7 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(
             errors="backslashreplace"
         )  # whatever the locale cannot write; stderr does so anyhow
-    arguments = parser().parse_args(argv)
+    try:
+        return _run(parser().parse_args(argv))
+    except KeyboardInterrupt:
+        _say("")
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         code: int = arguments.run(arguments)
         print(end="", flush=True)  # there may be no stdout
@@ -51,9 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = f"{error.filename}: " if error.filename else ""
         _say(f"gradwire {arguments.command}: {place}{error.strerror or error}")
         _give_up_stdout()
-    except KeyboardInterrupt:
-        _say("")
-        return 130
     return 1
 
 
