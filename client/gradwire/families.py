@@ -11,6 +11,7 @@ import numpy as np
 
 from gradwire.loading import complete, is_loading, needed
 from gradwire.site import Site
+from gradwire_wire import structures
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import leaf_paths
@@ -127,16 +128,8 @@ def exported(leaves: Sequence[Any], structure: bytes) -> list[Carrier]:
 
 
 def naming(error: UsageError, leaves: Sequence[Any], structure: bytes) -> UsageError:
-    """The error with the argument's name in front, where one of these tensors raises it: found by trying again."""
-    for x, path in zip(leaves, leaf_paths(structure), strict=True):
-        try:
-            tensors_named(family_of(x)).export(x)
-        except (UnsupportedTensorError, DtypeError) as again:
-            if str(again) == str(error):
-                return type(error)(f"{path}: {error}").with_traceback(error.__traceback__)
-        except Exception:  # what this one has to say is not what was asked
-            pass
-    return error
+    """The error with the argument's name in front; see `gradwire_wire.structures.naming`."""
+    return structures.naming(error, leaves, structure, lambda x: tensors_named(family_of(x)).export(x))
 
 
 def compiling_face() -> Any:

@@ -560,6 +560,25 @@ def test_r38_records_that_only_the_worker_knows_are_results_of_compiled_programs
     assert list(y) == ["twice"] and y["twice"] is y[0] is y.twice and y.nothing is None
 
 
+@pytest.mark.parametrize("framework", ["torch"])
+def test_r38_what_torch_has_names_for_is_a_tree_to_jax_where_torch_is_loaded_beside_it(remote: Any) -> None:
+    f, x = remote("largest"), jnp.array([1.0, 3.0, 2.0])
+    for found in (f(x), jax.jit(f)(x)):
+        assert type(found) is torch.return_types.max
+        assert [int(y) for y in jax.tree.leaves(found)] == [6, 1]
+    rows = jax.vmap(f)(jnp.stack([x, -x]))
+    close(rows.values, [6.0, -2.0])
+    close(jax.grad(lambda x: f(x).values)(x), [0.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("framework", ["torch"])
+def test_r18_a_result_that_cannot_be_sent_is_refused_by_its_place(remote: Any) -> None:
+    f = remote("sparse_among")
+    for x in (np.ones(3), torch.ones(3, requires_grad=True), jnp.ones(3)):  # the second is kept as well
+        with pytest.raises(gw.UnsupportedTensorError, match=r"^result\['matrix'\]: .*layout sparse_coo"):
+            f(x)
+
+
 # ---- R37, from TensorFlow: forward mode --------------------------------------------------------------------------
 
 

@@ -79,6 +79,35 @@ def test_a_sparse_gradient_of_an_argument_is_refused() -> None:
         residual.derive(("T", (0,), 1), [f64(2, 3)], keep=False, accumulate=False)
 
 
+class Graph(nn.Module):
+    """A layer over the edges of a graph."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+        edges = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+        self.register_buffer("edges", edges.to_sparse(), persistent=persistent)
+
+    def forward(self, x: Any) -> Any:
+        return torch.sparse.mm(self.edges, self.linear(self.norm(x)))
+
+
+def test_a_module_with_a_sparse_buffer_is_differentiated_and_its_state_is_what_is_dense() -> None:
+    net, x = Graph(False), torch.randn(3, 2)
+    p = program(net)
+    _, residual = p.keep(site(1, training=True), (), [x])
+    assert residual.settle() > 0
+    (x_bar,), _ = residual.derive(("T", (0,), 1), [torch.ones(3, 2)], keep=False, accumulate=True)
+    x.requires_grad_()
+    assert_close([x_bar], torch.autograd.grad(net(x).sum(), x), rtol=1e-6)
+    assert net.linear.weight.grad is not None
+    assert [*p.buffers()] == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    p.load_state_dict({name: x.numpy() for name, x in p.state_dict().items()})
+    for state_of in (program(Graph(True)).buffers, program(Graph(True)).state_dict):
+        with pytest.raises(UsageError, match=r"edges is of layout sparse_coo.*persistent=False"):
+            state_of()
+
+
 def test_R38_trees_keywords_and_numpy_results() -> None:
     def f(x: Any, *, scale: float = 2.0, mask: Any = None) -> Any:
         return {"y": x * scale, "aux": (x.sum(), None, "s", 3, np.arange(3, dtype=">i4"))}

@@ -300,6 +300,21 @@ def test_what_cannot_be_sent_is_told_what_can(value: Any, instead: str) -> None:
     assert str(caught.value).endswith(f"; {instead}")
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "place"),
+    [
+        ("keras.src.backend.common.keras_tensor", "KerasTensor", r"keras\.layers\.Lambda"),
+        ("torch.fx.proxy", "Proxy", r"torch\.fx\.wrap"),
+    ],
+)
+def test_what_stands_for_a_tensor_while_a_model_is_built_or_traced_is_told_where_a_call_may_be(
+    module: str, name: str, place: str
+) -> None:
+    has_everything = {"__module__": module, "__getattr__": lambda x, name: x}
+    with pytest.raises(UnsupportedTensorError, match=place):
+        flatten([type(name, (), has_everything)()], is_tensor)
+
+
 def recursive_list() -> list:
     x: list = []
     x.append(x)

@@ -12,9 +12,10 @@ import numpy as np
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
-from gradwire_wire.errors import GradwireError, MemoryExhaustedError
+from gradwire_wire.errors import DtypeError, GradwireError, MemoryExhaustedError, UnsupportedTensorError
 from gradwire_wire.lane import MAX_PACKET, Lane, TooLong
 from gradwire_wire.messages import Done, Failed, Long
+from gradwire_wire.structures import naming
 from gradwire_workers import faults, plans
 from gradwire_workers.program import Engine
 from gradwire_workers.residuals import Residuals
@@ -40,12 +41,19 @@ class Answers:
     def __init__(self, engine: Engine, residuals: Residuals) -> None:
         self._export, self._export_all, self._residuals = engine.export, engine.export_all, residuals
 
-    def exported(self, result: Sequence[Any]) -> Sequence[Carrier | None]:
-        """The framework's tensors, None, or carriers (which stay what they are) as carriers."""
-        if self._export_all is not None and _ARRAYS_ALONE.issuperset(map(type, result)):
-            return self._export_all(result)
+    def exported(self, result: Sequence[Any], structure: bytes) -> Sequence[Carrier | None]:
+        """The framework's tensors, None, or carriers (which stay what they are) as carriers.
+
+        What cannot be sent is refused by its place in the result.
+        """
         export = self._export
-        return [None if x is None else x if type(x) is Carrier else export(x) for x in result]
+        try:
+            if self._export_all is not None and _ARRAYS_ALONE.issuperset(map(type, result)):
+                return self._export_all(result)
+            return [None if x is None else x if type(x) is Carrier else export(x) for x in result]
+        except (UnsupportedTensorError, DtypeError) as error:
+            refused = naming(error, result, structure, export, argument_names=False)
+        raise refused
 
     def done(
         self,
@@ -58,7 +66,7 @@ class Answers:
     ) -> Reply:
         """The reply that lends these results."""
         frames: list[bytes] = []
-        headers = session.exchange.lend(self.exported(result), frames)
+        headers = session.exchange.lend(self.exported(result, structure), frames)
         return Reply(Done(call_id, structure, headers, token, ns), frames)
 
     def send(self, session: Session | None, reply: Reply, line: Line) -> bool:

@@ -128,7 +128,7 @@ class Calls:
             tensors, structure = result
         operands.clear()  # the caller of this still has the list, and the answer must not find it holding any
         number = 0 if kept is None else self._residuals.issue()
-        exported = self._answers.exported(tensors)
+        exported = self._answers.exported(tensors, structure)
         try:
             if plan.answer(line, call_id, exported, structure, number, ns):
                 if kept is not None:

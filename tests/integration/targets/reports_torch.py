@@ -114,6 +114,14 @@ def output_of_its_own(x):
     return OwnOutput(x * 2)
 
 
+def largest(x):
+    return torch.max(x * 2, 0)
+
+
+def sparse_among(x):
+    return {"y": x * 2, "matrix": x.outer(x).to_sparse()}
+
+
 class Counter(nn.Module):
     """Says how many calls there were before this one."""
 

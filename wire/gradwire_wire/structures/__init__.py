@@ -33,9 +33,9 @@ from __future__ import annotations
 from gradwire_wire.structures.filling import fill, fill_call, positional_count
 from gradwire_wire.structures.flattening import AS_TUPLES, LONE_LEAF, flatten, positional
 from gradwire_wire.structures.format import LEAF, MAX_BYTES, MAX_CACHED, MAX_DEPTH, TUPLE, Leaf
-from gradwire_wire.structures.places import fill_leaves_only, leaf_paths, leaves_like
+from gradwire_wire.structures.places import fill_leaves_only, leaf_paths, leaves_like, naming
 from gradwire_wire.structures.reading import leaf_count
-from gradwire_wire.structures.stand_ins import on_stand_in
+from gradwire_wire.structures.stand_ins import on_stand_in, on_struct_sequence
 from gradwire_wire.structures.weak import weak_leaves, with_weak
 
 __all__ = [
@@ -54,7 +54,9 @@ __all__ = [
     "leaf_count",
     "leaf_paths",
     "leaves_like",
+    "naming",
     "on_stand_in",
+    "on_struct_sequence",
     "positional",
     "positional_count",
     "weak_leaves",

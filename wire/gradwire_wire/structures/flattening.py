@@ -188,8 +188,20 @@ AS_TUPLES: set[type] = set()
 """Subclasses of tuple that travel as tuples: each framework's file adds its own."""
 
 
+_SYMBOLS = {
+    "keras.KerasTensor": "it stands for a tensor of a Keras model that is being built: call the remote function in a layer, "
+    "keras.layers.Lambda(remote) or a keras.Layer whose call() does (a module with weights: gw.keras.Layer(remote))",
+    "torch.Proxy": "it stands for a tensor while torch.fx traces a program: make the module that calls the remote function a leaf "
+    "(torch.fx.Tracer.is_leaf_module), or give torch.fx.wrap a function that does",
+}
+"""What frameworks trace programs with, by package and class, and how a remote call becomes a part of these."""
+
+
 def _instead_of(x: Any) -> str:
     """What to do about a value that cannot be sent."""
+    symbol = _SYMBOLS.get(f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}")
+    if symbol is not None:  # it says of whatever it is asked for that it has it
+        return symbol
     if hasattr(x, "as_list") and hasattr(x, "rank"):
         return "a shape can be sent as x.as_list()"
     if _shows_an_array(x) and _is_array_like(x):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
-from gradwire_wire.errors import UsageError
+from gradwire_wire.errors import DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures.format import Leaf
 from gradwire_wire.structures.reading import leaf_count, unpack
 from gradwire_wire.structures.values import children, field_names, is_record
 
-__all__ = ["fill_leaves_only", "leaf_paths", "leaves_like"]
+__all__ = ["fill_leaves_only", "leaf_paths", "leaves_like", "naming"]
 
 
 def leaves_like(structure: bytes, tree: Any, what: str) -> list[Any]:
@@ -84,3 +84,22 @@ def _walk(x: Any, path: str, found: dict[int, str]) -> None:
         names = getattr(x, "_fields", None)
         for i, v in enumerate(x):
             _walk(v, f"{path}.{names[i]}" if names else f"{path}[{i}]", found)
+
+
+def naming(
+    error: UsageError,
+    leaves: Sequence[Any],
+    structure: bytes,
+    export: Callable[[Any], Any],
+    argument_names: bool = True,
+) -> UsageError:
+    """The error with the place of its leaf in front, where to export one of these raises it: found by trying again."""
+    for x, path in zip(leaves, leaf_paths(structure, argument_names)):
+        try:
+            export(x)
+        except (UnsupportedTensorError, DtypeError) as again:
+            if str(again) == str(error):
+                return type(error)(f"{path}: {error}").with_traceback(error.__traceback__)
+        except Exception:  # what this one has to say is not what was asked
+            pass
+    return error

@@ -2,6 +2,7 @@
 
 No class is written as text and run, for its names were received: namedtuples and dataclasses of the standard library are.
 A framework that walks trees by class is told of each (`on_stand_in`), and a program may return one from `jax.jit`, say.
+So it is told of struct sequences, which are loaded here and which it may not know: torch's results of several tensors.
 """
 
 from __future__ import annotations
@@ -11,20 +12,53 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Callable, ClassVar, Iterable, Iterator, Mapping, Sequence, Tuple
 
-__all__ = ["StandInDataclass", "on_stand_in", "stand_in_dataclass", "stand_in_tuple"]
+__all__ = [
+    "StandInDataclass",
+    "on_stand_in",
+    "on_struct_sequence",
+    "sequences",
+    "stand_in_dataclass",
+    "stand_in_tuple",
+]
 
 MOST = 1024
-_made: list[Any] = []
-_told: list[Callable[[Any], None]] = []
 _lock = threading.RLock()  # a framework takes each class once
 
 
+class _Classes:
+    """Classes that came up, and who is told of each, of those of before and of later; of the first `MOST`."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, None] = {}
+        self._told: list[Callable[[Any], None]] = []
+
+    def tell(self, told: Callable[[Any], None]) -> None:
+        with _lock:
+            self._told.append(told)
+            for cls in self._known:
+                told(cls)
+
+    def note(self, cls: Any) -> None:
+        if cls in self._known:
+            return
+        with _lock:
+            if len(self._known) < MOST and cls not in self._known:  # whoever is told keeps it
+                self._known[cls] = None
+                for told in self._told:
+                    told(cls)
+
+
+_made, sequences = _Classes(), _Classes()
+
+
 def on_stand_in(tell: Callable[[Any], None]) -> None:
-    """``tell(cls)`` for each class that stands for a dataclass, those of before and of later; for the first `MOST`."""
-    with _lock:
-        _told.append(tell)
-        for cls in _made:
-            tell(cls)
+    """``tell(cls)`` for each class that stands for a dataclass."""
+    _made.tell(tell)
+
+
+def on_struct_sequence(tell: Callable[[Any], None]) -> None:
+    """``tell(cls)`` for each class of struct sequences that has come: tuples with names that are no namedtuples."""
+    sequences.tell(tell)
 
 
 # ---- Namedtuples -----------------------------------------------------------------------------------------------------
@@ -142,10 +176,7 @@ def stand_in_dataclass(module: str, qualname: str, names: tuple[str, ...], is_ma
 def _dataclass(module: str, qualname: str, names: tuple[str, ...], is_mapping: bool) -> Any:
     base = _StandInMapping if is_mapping else StandInDataclass
     made = _named(module, qualname, base, {"_fields": names})
-    if len(_made) < MOST:  # whoever is told keeps it
-        _made.append(made)
-        for tell in _told:
-            tell(made)
+    _made.note(made)
     return made
 
 

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 
 from gradwire_wire.errors import ProtocolError, shown
-from gradwire_wire.structures.stand_ins import StandInDataclass, stand_in_dataclass, stand_in_tuple
+from gradwire_wire.structures.stand_ins import StandInDataclass, sequences, stand_in_dataclass, stand_in_tuple
 
 __all__ = [
     "as_dataclass",
@@ -94,9 +94,10 @@ def as_namedtuple(module: str, qualname: str, names: list[str], values: list[Any
     cls = _loaded_class(module, qualname)
     if cls is None or not issubclass(cls, tuple) or tuple_fields(cls) != names:
         cls = stand_in_tuple(module, qualname, tuple(names))
-    return (
-        tuple.__new__(cls, values) if hasattr(cls, "_fields") else cls(values)
-    )  # a struct sequence's own code
+    if hasattr(cls, "_fields"):
+        return tuple.__new__(cls, values)
+    sequences.note(cls)
+    return cls(values)  # a struct sequence's own code
 
 
 def as_dataclass(

@@ -16,7 +16,7 @@ import numpy as np
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL, DType, dtype_named
 from gradwire_wire.errors import DtypeError, UnsupportedTensorError
-from gradwire_wire.structures import on_stand_in
+from gradwire_wire.structures import on_stand_in, on_struct_sequence
 
 __all__ = [
     "NAME",
@@ -151,3 +151,14 @@ def _register(cls: Any) -> None:
 
 
 on_stand_in(_register)
+
+
+def _register_sequence(cls: Any) -> None:
+    """So does it a struct sequence, which it would take for a leaf of its own: what ``torch.max`` gives, where torch is loaded here too."""
+    try:
+        jax.tree_util.register_pytree_node(cls, lambda x: (tuple(x), None), lambda _, values: cls(values))
+    except ValueError:  # the program has told JAX itself
+        pass
+
+
+on_struct_sequence(_register_sequence)

@@ -203,7 +203,7 @@ def saved_nbytes(
     node, so ask once per signature. Constants that the user's code holds are counted too. has_hooks: what the
     nodes saved is not looked at.
     """
-    seen = {x.untyped_storage().data_ptr() for x in shared}
+    seen = {_memory_of(x)[0] for x in shared}
     nbytes = 0
     for x in (*leaves, *results, *([] if has_hooks else _saved(results))):
         place, size = _memory_of(x)
@@ -214,9 +214,9 @@ def saved_nbytes(
 
 
 def _memory_of(x: Any) -> tuple[int, int]:
-    """Where its memory is, and how much. What a torch.func transform of the user's has wrapped does not tell: then its own size."""
-    storage = x.untyped_storage()
+    """Where its memory is, and how much. What a torch.func transform of the user's has wrapped does not tell, nor a sparse one: then its own size."""
     try:
+        storage = x.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
     except RuntimeError:
         return -id(x), x.numel() * x.element_size()

@@ -296,7 +296,7 @@ class TorchProgram(Program):
         return state.detached(self._state().named_parameters())
 
     def buffers(self) -> dict[str, Any]:
-        return state.detached(self._state().named_buffers())
+        return state.buffers(self._state())
 
     def state_dict(self) -> dict[str, Any]:
         return state.detached(self._state().state_dict().items())

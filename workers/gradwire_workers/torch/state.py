@@ -16,6 +16,7 @@ from gradwire_workers.torch.tape import is_inexact
 
 __all__ = [
     "aliases",
+    "buffers",
     "detached",
     "digest",
     "freeze",
@@ -61,17 +62,31 @@ def parameters(module: Any) -> list[Any]:
 def detached(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Views of the tensors, without their autograd. What is no tensor (extra state) stays as it is.
 
-    UsageError where a lazy module has not made them yet.
+    UsageError where a lazy module has not made them yet, and for sparse ones (the adjacency of a graph, say).
     """
-    return {name: _made(name, x).detach() if isinstance(x, torch.Tensor) else x for name, x in named}
+    return {name: _checked(name, x).detach() if isinstance(x, torch.Tensor) else x for name, x in named}
 
 
-def _made(name: str, x: Any) -> Any:
+def _checked(name: str, x: Any) -> Any:
     if torch.nn.parameter.is_lazy(x):
         raise UsageError(
             f"{name} has no shape yet: call the module once with an example, so that its lazy parts are made"
         )
+    if x.layout is not torch.strided:
+        raise UsageError(
+            f"{name} is of layout {str(x.layout)[6:]}, and what is fetched or saved of a state is dense. Keep it out of the state: "
+            "register_buffer(..., persistent=False)"
+        )
     return x
+
+
+def buffers(module: Any) -> dict[str, Any]:
+    """As `detached`, but for the sparse ones that are no part of the state: constants, which stay here."""
+    found = dict(module.named_buffers())
+    if any(x.layout is not torch.strided for x in found.values()):
+        persistent = module.state_dict()
+        found = {name: x for name, x in found.items() if x.layout is torch.strided or name in persistent}
+    return detached(found.items())
 
 
 def grads(module: Any) -> dict[str, Any]:
