@@ -270,10 +270,12 @@ def test_errors() -> None:
 
 
 def test_verbs() -> None:
-    from gradwire_workers.state import State
+    from gradwire_workers.state import CHANGES, State
 
     (line,) = re.findall(r"^Verbs: (.*)\.$", PAGE, flags=re.M)
     assert re.findall(r"`(\w+)`", line) == list(State(None, lambda program: 0)._verbs)
+    (line,) = re.findall(r"^  verbs of which half would be worse than none: (.*)\.$", PAGE, flags=re.M)
+    assert set(re.findall(r"`(\w+)`", line)) == CHANGES
 
 
 def test_the_version_is_in_the_title_and_has_golden_bytes() -> None:
