@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-__all__ = ["STARTING", "End", "end_of", "not_started", "timed_out"]
+__all__ = ["STARTING", "End", "end_of", "ended_early", "not_started", "timed_out"]
 
 STARTING = "starting the interpreter"
 """What a worker does until it says something itself."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Broker = PrivateBroker | SharedBroker | FarBroker
 
-__all__ = ["BrokerChannel"]
+__all__ = ["CLOSE_S", "Broker", "BrokerChannel"]
 
 CLOSE_S = 5.0
 LAST_MESSAGES_MS = 20  # what the broker said before it ended may still be on its way

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gradwire.far import NoTether
     from gradwire.pipeline import Pipeline
 
-__all__ = ["Connection"]
+__all__ = ["LOOK_MS", "Connection"]
 
 LOOK_MS = 100
 

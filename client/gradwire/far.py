@@ -18,7 +18,7 @@ from gradwire_wire.errors import ConnectError, DeadlineError
 from gradwire_wire.exchange import Exchange
 from gradwire_wire.segments import Ledger
 
-__all__ = ["FarConnection"]
+__all__ = ["FarConnection", "NoTether"]
 
 
 class FarLife(Life):

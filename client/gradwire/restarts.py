@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["MODES", "Restarts"]
+__all__ = ["MODES", "MOST_EARLY_ENDS", "Restarts"]
 
 MODES = ("never", "on-failure", "always")
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0

@@ -22,7 +22,7 @@ from gradwire_wire.errors import GradwireError, UsageError, WorkerStartError
 from gradwire_wire.exchange import Memory
 from gradwire_wire.structures import flatten, positional
 
-__all__ = ["Worker"]
+__all__ = ["HANDSHAKE_S", "Worker", "belongs_here"]
 
 HANDSHAKE_S = 30.0
 REPORT_S = 1.5

@@ -102,6 +102,36 @@ def test_a_framework_may_be_imported_by_a_string_in_its_own_file() -> None:
     assert not broken_rules(Path("workers/gradwire_workers/torch.py"), "import_module('torch')")
 
 
+def imported_beyond_all(files: dict[str, str]) -> list[str]:
+    """What modules import from each other by name that `__all__` there does not offer. files: source by dotted name."""
+    trees = {name: ast.parse(source) for name, source in files.items()}
+    offered = {
+        name: set(ast.literal_eval(node.value))
+        for name, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    }
+    return [
+        f"{name}: {node.module}.{alias.name}"
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in offered
+        for alias in node.names
+        if alias.name not in offered[node.module] and f"{node.module}.{alias.name}" not in trees
+    ]
+
+
+def test_modules_offer_what_others_import_from_them() -> None:
+    files = {}
+    for package in PACKAGES:
+        source_root = (ROOT / package).parent
+        for path in (ROOT / package).rglob("*.py"):
+            name = ".".join(path.relative_to(source_root).with_suffix("").parts).removesuffix(".__init__")
+            files[name] = path.read_text()
+    assert imported_beyond_all(files) == ["gradwire.commands: gradwire.__version__"]
+    assert imported_beyond_all({"a": "__all__ = ['x']", "b": "from a import x, y"}) == ["b: a.y"]
+
+
 # ---- The contracts -------------------------------------------------------------------------------------------------
 
 # (file, its source, whether the contracts of pyproject.toml allow it)

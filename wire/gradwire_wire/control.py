@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 import msgpack
 
+from gradwire_wire import PROTOCOL
 from gradwire_wire.errors import ProtocolError, UsageError
 from gradwire_wire.interruption import came_from_parsing
 from gradwire_wire.vocabulary import Vocabulary
@@ -55,7 +56,6 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL = 1
 FRAMEWORKS = ("torch", "tensorflow", "jax", "numpy")
 """What a worker can be a worker of."""
 MAX_MESSAGE = 16 << 20

@@ -31,10 +31,12 @@ from gradwire_wire.errors import ProtocolError, shown
 
 __all__ = [
     "IS_COPIED",
+    "MAX_NBYTES",
+    "MAX_NDIM",
     "READ_ONLY",
     "Header",
-    "checked_header",
     "check_place",
+    "checked_header",
     "extent",
     "inline",
     "packed",

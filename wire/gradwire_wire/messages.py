@@ -1,4 +1,4 @@
-"""What client and worker say to each other about calls, and the tether's five sentences.
+"""What client and worker say to each other about calls, and the tether's six sentences.
 
 A message is the msgpack array ``[kind, *fields]``; `pack` and `unpack` are each other's inverse.
 Every field of a received message has been through its checker before anybody sees it. Pure.
@@ -13,6 +13,7 @@ from typing import Any, Callable, NamedTuple, Sequence, Union
 
 import msgpack
 
+from gradwire_wire import PROTOCOL
 from gradwire_wire.errors import ProtocolError, UsageError, shown
 from gradwire_wire.interruption import came_from_parsing
 
@@ -20,11 +21,13 @@ __all__ = [
     "KEEP",
     "KEEP_NOTHING",
     "KEEP_ROWS",
+    "MAX_FRAME",
     "PROTOCOL",
     "Call",
     "Collect",
     "Done",
     "Failed",
+    "Forget",
     "Hello",
     "Load",
     "Long",
@@ -42,7 +45,6 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL = 1
 KEPT_BUFFER = 1 << 20
 MAX_MESSAGE = 64 << 20
 MAX_FRAME = 1 << 30
@@ -50,7 +52,7 @@ MAX_FRAME = 1 << 30
 KEEP_NOTHING, KEEP, KEEP_ROWS = 0, 1, 2
 ACCUMULATE, ANCHORED, EAGER, TRACED, SEEDED, ALONE = 1, 2, 4, 8, 16, 32
 """Flags of a call: pullbacks add to the module's own gradients; operand 0 is the anchor; compile=False; compile=True;
-the operand before the target's own is the seed."""
+the operand before the target's own is the seed; nothing but the anchor has a gradient."""
 
 
 class Load(NamedTuple):

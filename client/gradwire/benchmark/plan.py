@@ -10,7 +10,18 @@ from typing import Any
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import UsageError
 
-__all__ = ["CALLERS", "FAR_END", "MEASURE", "SIZES", "Plan", "Work", "default_works", "parsed_shape", "there"]
+__all__ = [
+    "CALLERS",
+    "FAR_END",
+    "MEASURE",
+    "SIZES",
+    "Plan",
+    "Work",
+    "default_works",
+    "identity_of",
+    "parsed_shape",
+    "there",
+]
 
 FAR_END = Path(__file__).parent / "far_end"
 MEASURE = FAR_END.with_name("measure.py")

@@ -13,7 +13,7 @@ from gradwire.shared_broker import SharedBroker, card_of
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.rendezvous import Card, find_cards
 
-__all__ = ["add_option", "chosen_card", "linked"]
+__all__ = ["ANSWER_S", "add_option", "chosen_card", "linked"]
 
 ANSWER_S = 10.0
 

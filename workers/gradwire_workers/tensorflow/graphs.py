@@ -11,7 +11,7 @@ from tensorflow.python.framework import op_def_registry
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["MakesVariables", "Traced", "node_of", "variables_may_be_made"]
+__all__ = ["READS", "MakesVariables", "Traced", "node_of", "variables_may_be_made"]
 
 # Stateful by registration only: the same again at each execution.
 _HARMLESS = frozenset(("Assert", "VarHandleOp", "VariableShape"))

@@ -20,7 +20,7 @@ from gradwire_workers.torch.kept import ZERO, Kept, KeptRows, is_of_earlier_call
 from gradwire_workers.torch.optimizers import TorchOptimizer
 from gradwire_workers.torch.tape import evaluate, leaves_of, row_operands
 
-__all__ = ["TorchProgram"]
+__all__ = ["TorchFlat", "TorchProgram"]
 
 _CPU = torch.device("cpu")
 _MAX_MEASURED = 1024
