@@ -14,12 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from gradwire.broker_news import BrokerNews
 from gradwire.exits import open_channels
-from gradwire.link_thread import LinkThread
+from gradwire.link_thread import LinkThread, print_error
 from gradwire.orphans import end_orphans
 from gradwire.worker_output import Screen
 from gradwire_wire import control, sockets
@@ -134,7 +133,7 @@ class BrokerChannel:
             while (frames := sockets.receive_nowait(self._dealer)) is not None:
                 self._hear(control.unpack(frames[0]))
         except Exception:  # the next message may be one again: this socket is not given up
-            traceback.print_exc()
+            print_error()
 
     def _hear(self, message: Any) -> None:
         if not isinstance(message, control.Output):

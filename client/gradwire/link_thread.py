@@ -22,7 +22,7 @@ from gradwire_wire import sockets
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.interruption import came_from_handler
 
-__all__ = ["LinkThread"]
+__all__ = ["LinkThread", "print_error"]
 
 AGAIN_MS = 50
 JOIN_S = 1.0
@@ -126,8 +126,8 @@ class LinkThread:
         try:
             while not self._stopping:
                 self._turn()
-        except Exception:
-            traceback.print_exc()
+        except BaseException:
+            print_error()
         finally:
             self._stopping = True
             self._on_end()
@@ -166,7 +166,13 @@ def _ran(callback: Callable[[], None]) -> bool:
     """Whether it ran to its end. It is somebody else's: what it raises must not end the thread."""
     try:
         callback()
-    except Exception:
-        traceback.print_exc()
+    except BaseException:
+        print_error()
         return False
     return True
+
+
+def print_error() -> None:
+    """The error at hand. The user's stderr may be closed, or none, or raise anything."""
+    with contextlib.suppress(BaseException):
+        traceback.print_exc()

@@ -81,14 +81,15 @@ def _takes_more() -> bool:
         poller = select.poll()
         poller.register(fd, select.POLLOUT)
         return bool(poller.poll(0))
-    except Exception:  # no descriptor, none at all, or closed: writing does not block then
+    except BaseException:  # no descriptor, none at all, or closed: writing does not block then
         return True
 
 
 def _write(text: str) -> None:
     stream = sys.stderr
-    # Whatever is wrong with the user's stream (closed, a broken pipe, none), it is not the worker's fault.
-    with contextlib.suppress(Exception):
+    # Whatever is wrong with the user's stream (closed, a broken pipe, none), it is not the worker's fault. Some are code of
+    # the user's, of which a window's "stop" makes a SystemExit: it would end this thread, and with it all news of the workers.
+    with contextlib.suppress(BaseException):
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.link_thread import LinkThread
 from gradwire.worker_output import Labeller, Screen
 from gradwire_broker.output import Outlet, Tail
 from gradwire_broker.reports import STARTING, end_of, ended_early, not_started, timed_out
@@ -143,6 +145,30 @@ def test_a_stream_that_takes_nothing_is_no_error(monkeypatch: pytest.MonkeyPatch
     screen.show(Output("w", "hello\n", 0))
     assert screen.pour() > 0
     assert not screen.waiting
+
+
+@pytest.mark.parametrize("raised", [ValueError, SystemExit, KeyboardInterrupt])
+def test_r60_what_a_stream_of_the_users_raises_ends_no_thread(
+    raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window's "stop" may be made of it; neither what is shown nor the error of a callback may be lost by that."""
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            raise raised
+
+    monkeypatch.setattr(sys, "stderr", Stream())
+    screen = Screen()
+    screen.show(Output("w", "hello\n", 0))
+    assert screen.pour() > 0 and not screen.waiting
+    ended, ran = threading.Event(), threading.Event()
+    thread = LinkThread(ended.set)
+    thread.start()
+    thread.call_soon(sys.stderr.write)  # wants a text
+    thread.call_soon(ran.set)
+    assert ran.wait(10.0) and not ended.is_set()
+    thread.end()
+    assert ended.wait(10.0)
 
 
 def test_a_stream_of_another_encoding_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ as well, or, where its results look different this time, by the message that an 
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 from gradwire_wire import sockets
@@ -148,5 +147,5 @@ class Calls:
         """While the client goes on. An error would be a second answer: it is printed, and who pulls back is told that nothing is kept."""
         try:
             self._residuals.put(token, kept)
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            faults.show(error)

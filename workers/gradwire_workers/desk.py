@@ -14,9 +14,7 @@ reply can block: a client that is gone or does not read loses its reply, and its
 from __future__ import annotations
 
 import os
-import sys
 import time
-import traceback
 from functools import lru_cache
 from typing import Any, Callable, Sequence
 
@@ -180,8 +178,7 @@ class Desk:
         self._raised += 1
         if self._raised > MOST_RAISED:
             raise error
-        print("gradwire: a signal handler of user code raised, between calls:", file=sys.stderr)
-        traceback.print_exception(type(error), error, error.__traceback__)
+        faults.show(error, "gradwire: a signal handler of user code raised, between calls:")
 
     def _forget(self, session: Session) -> None:
         """A client is gone: its residuals go, its loans, and what it has loaded."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import traceback
 from types import TracebackType
 from typing import Any, Callable
@@ -12,7 +14,7 @@ import gradwire_workers
 from gradwire_wire.errors import GradwireError, RemoteError, with_base
 from gradwire_wire.messages import Failed
 
-__all__ = ["failed"]
+__all__ = ["failed", "show"]
 
 MAX_TEXT = 200_000
 _OWN = tuple(
@@ -36,6 +38,17 @@ def failed(call_id: int, error: Any) -> Failed:
         hint = "recompute" if getattr(error, "recompute", False) else ""
         return Failed(call_id, _own_class(error), hint, _text_of(error), "")
     return Failed(call_id, "RemoteError", _name_of(kind), _text_of(error), _formatted(error))
+
+
+def show(error: BaseException, before: str = "") -> None:
+    """Print it with its traceback, after a line of ours. Raises nothing, whatever user code has made of `sys.stderr`."""
+    try:
+        if before:
+            print(before, file=sys.stderr)
+        traceback.print_exception(type(error), error, error.__traceback__)
+    except BaseException as problem:  # user code has changed what showing it takes
+        with contextlib.suppress(OSError):
+            os.write(2, f"{type(error).__name__}, which cannot be shown: {type(problem).__name__}\n".encode())
 
 
 def _own_class(error: GradwireError) -> str:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # (signal.getsignal takes 10 µs, for an enumeration)
 from typing import Any
 
 from gradwire_wire.interruption import postponed
 from gradwire_wire.process import INTERRUPT
 from gradwire_wire.segments import Ledger
+from gradwire_workers.faults import show
 
 __all__ = ["Interrupts", "leave"]
 
@@ -94,15 +94,8 @@ def leave(error: BaseException | None) -> None:
                 code = 1
         elif error is not None:
             code = 1
-            _show(error)
+            show(error)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:
         os._exit(code & 0xFF)
-
-
-def _show(error: BaseException) -> None:
-    try:
-        traceback.print_exception(type(error), error, error.__traceback__)
-    except BaseException as problem:  # user code has changed what showing it takes
-        os.write(2, f"{type(error).__name__}, which cannot be shown: {type(problem).__name__}\n".encode())
