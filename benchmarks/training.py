@@ -3,12 +3,13 @@
     python benchmarks/training.py [--json FILE] [--steps N]
 
 - the worker owns the parameters: a whole step (forward, loss, backward, step, zero_grad) of the MLP 64→128→32 at a batch
-  of 256, beside the same step of the same module in this process;
+  of 256, beside the same step of the same module in this process. Once with the loss in this process, which takes three
+  messages, and once with the loss in the worker, by `Optimizer.minimize`, which takes one;
 - the caller owns them: 10 M parameters (40 MB, one linear layer, a batch of 8). What the boundary adds to the same step
   here, beside the copies that it needs, made as plain memcpys in the same run: the parameters once, for the worker keeps
   them for the pullback while their owner may write them; and their gradients once, out of the worker's own memory.
 
-All with one thread in each process. The first figures once by lane and once by ZeroMQ.
+All with one thread in each process. The steps of the worker's own once by lane and once by ZeroMQ.
 Rounds of both sides alternate; a figure is the median of the rounds' ratios.
 """
 
@@ -37,6 +38,8 @@ ROUNDS = 7
 LIMITS = {
     "worker-owned step ÷ local step, by lane": 1.6,
     "worker-owned step ÷ local step, by ZeroMQ": 1.6,
+    "worker-owned step in one message ÷ local step, by lane": 1.6,
+    "worker-owned step in one message ÷ local step, by ZeroMQ": 1.6,
     "caller-owned 10 M: what the boundary adds ÷ two memcpys": 1.3,
 }
 Act = Callable[[], object]
@@ -49,11 +52,11 @@ def rounds(acts: list[Act], calls: int) -> list[list[float]]:
     return [[median_s(act, calls) for act in acts] for _ in range(ROUNDS)]
 
 
-def worker_owned(worker: gw.Worker, calls: int) -> dict[str, float]:
+def worker_owned(worker: gw.Worker, calls: int, messages: int) -> dict[str, float]:
     from torch_targets import mlp
 
     x, y = torch.randn(256, 64), torch.randn(256, 32)
-    net, local = worker.module("torch_targets:mlp"), mlp()
+    net, local = worker.module(f"torch_targets:mlp{'_with_loss' if messages == 1 else ''}"), mlp()
     remote_optimizer = net.optimizer("torch.optim:SGD", lr=1e-3)
     local_optimizer = torch.optim.SGD(local.parameters(), lr=1e-3)
 
@@ -61,12 +64,15 @@ def worker_owned(worker: gw.Worker, calls: int) -> dict[str, float]:
         (net(x) - y).pow(2).mean().backward()
         remote_optimizer.step(zero_grad=True)
 
+    def remote_step_in_one() -> None:
+        remote_optimizer.minimize(x, y)
+
     def local_step() -> None:
         (local(x) - y).pow(2).mean().backward()
         local_optimizer.step()
         local_optimizer.zero_grad()
 
-    found = rounds([remote_step, local_step], calls)
+    found = rounds([remote_step_in_one if messages == 1 else remote_step, local_step], calls)
     return figures([(a, b) for a, b in found])
 
 
@@ -111,14 +117,16 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    for name, lane in zip(LIMITS, ("auto", "zmq", "auto"), strict=True):
-        os.environ["GRADWIRE_LANE"] = lane
+    for name in LIMITS:
+        os.environ["GRADWIRE_LANE"] = "zmq" if name.endswith("ZeroMQ") else "auto"
         with gw.connect() as bridge:
             worker = bridge.worker(
                 "torch", python=ROOT / ".envs" / "torch" / "bin" / "python", path=[HERE], threads=1
             )
-            measure = caller_owned if name.startswith("caller") else worker_owned
-            found[name] = measure(worker, args.steps if measure is worker_owned else max(5, args.steps // 15))
+            if name.startswith("caller"):
+                found[name] = caller_owned(worker, max(5, args.steps // 15))
+            else:
+                found[name] = worker_owned(worker, args.steps, 1 if "one message" in name else 3)
     for name, f in found.items():
         print(
             f"{name:58} {f['us']:9.0f} µs ÷ {f['beside_us']:9.0f} µs = {f['ratio']:.2f} (limit {LIMITS[name]})"

@@ -19,7 +19,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.errors import GradwireError, ProtocolError, ResidualLostError, UsageError, WorkerDiedError
 from gradwire_wire.interruption import postponed, raise_postponed
 from gradwire_wire.structures import flatten
-from gradwire_wire.words import Word, linear_count
+from gradwire_wire.words import Op, Word, linear_count
 
 if TYPE_CHECKING:
     from gradwire.background import Background
@@ -205,6 +205,13 @@ class Handle(Cached):
             if not self._outlives(error, stake, site.retry):
                 raise
         return self._invoke(site, word, carriers, keep, token, token_ops, absent)
+
+    def minimize(self, site: Site, op: Op, carriers: Sequence[Carrier]) -> Outcome:
+        """A step of an optimizer, and the loss that it was made by: see `gradwire_wire.words`."""
+        self._ready()  # or a loss would be told of that was none: nothing has moved yet
+        self.stakes.raise_to(Stake.ALL)
+        self._count_move()
+        return self.invoke(site, (op,), carriers)
 
     def bring_back(self) -> None:
         """Have the target there for a call that is made next. Raises what that call would."""

@@ -58,6 +58,17 @@ class Optimizer:
         norm = self._change("step", _clip_norm(clip_norm), bool(zero_grad))
         return None if norm is None else float(norm)
 
+    def minimize(self, /, *args: Any, clip_norm: float | None = None, **kwargs: Any) -> Any:
+        """A whole training step in one message, of a module whose result is its loss, one real number. Returns the loss.
+
+        Does what ``loss = net(*args, **kwargs)``, ``loss.backward()`` and ``step(clip_norm, zero_grad=True)`` do, in one round trip
+        instead of three. Arguments and loss are constants: whatever made them gets no gradient. The loss is of the arguments' framework.
+        Optimizers that evaluate the loss themselves (``"torch.optim:LBFGS"``) do so in the worker, and the first of its values is given.
+        UsageError where the result is no loss, or where the arguments want a gradient: nothing has moved then but what a forward moves.
+        """
+        warn_of_regularizers(self._remote, "step")
+        return self._remote._minimize(self._number, _clip_norm(clip_norm), args, kwargs)
+
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
         self._change("zero_grad")
@@ -89,6 +100,8 @@ def _clip_norm(norm: Any) -> float | None:
     try:
         if isinstance(norm, (bool, str)):
             raise ValueError
+        if not float(norm) > 0:
+            raise ValueError
         return float(norm)
     except (TypeError, ValueError):
-        raise UsageError(f"step(clip_norm={norm!r:.80}): the norm must be a positive number") from None
+        raise UsageError(f"clip_norm={norm!r:.80}: the norm must be a positive number") from None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradwire import pullback
-from gradwire.answers import checked_state
+from gradwire.answers import checked_state, loss_in
 from gradwire.background import Background
 from gradwire.exits import end_daemon
 from gradwire.families import (
@@ -311,10 +311,35 @@ class Remote:
         number = self._change("optimizer", checked_target(target), checked_options(kwargs), **settings)
         return Optimizer(self, target, number)
 
-    def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        barrier()  # or this would overtake what a compiled program has dispatched, and what was submitted
+    def _minimize(
+        self, number: int, clip_norm: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See `Optimizer.minimize`."""
+        self._check_of_constants(args, kwargs)
+        site, family, carriers = self._exported(args, kwargs, accumulate=True)
+        self._drain()
+        outcome = self.handle.minimize(site, ("M", number, clip_norm), carriers)
+        return tensors_named(family).adopt(loss_in(outcome))
+
+    def _check_of_constants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """UsageError where somebody is recording what made these arguments: no gradient would come back to it."""
+        structure, leaves = self._flatten(args, kwargs)
+        face = face_named(family_of_call(leaves, structure, self._options.family))
+        is_plain = getattr(face, "is_plain", None)
+        if is_plain is not None and not is_plain(self._plain_site(structure, False), leaves):
+            raise UsageError(
+                f"minimize() of {self.handle.name} gives no gradient to what made its arguments, and one of them requires it: detach() "
+                "it, or call the module, then backward(), step() and zero_grad()"
+            )
+
+    def _drain(self) -> None:
+        """Or what is asked next would overtake what a compiled program has dispatched, and what was submitted."""
+        barrier()
         self._background.anteroom.drain()
         self.handle.drain()
+
+    def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        self._drain()
         if not kwargs and _PLAIN.issuperset(map(type, args)):
             structure, given = _structure_of(*args), []
         else:

@@ -210,7 +210,7 @@ def _arguments(noted: Message, invocation: Invocation | None) -> dict[str, Any]:
     return made
 
 
-_OPERATIONS = {"J": "tangent", "T": "pullback", "V": "batch", "P": "primal"}
+_OPERATIONS = {"J": "tangent", "T": "pullback", "V": "batch", "P": "primal", "M": "training step"}
 
 
 def in_words(word: Sequence[Any]) -> str:

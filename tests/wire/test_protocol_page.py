@@ -260,7 +260,13 @@ def test_header_fields() -> None:
 
 def test_words() -> None:
     forms = [form for form, *_ in rows(PAGE, "operation")]
-    assert forms == ['["J", wrt]', '["T", wrt, m]', '["P", wrt]', '["V", axes]']
+    assert forms == [
+        '["J", wrt]',
+        '["T", wrt, m]',
+        '["P", wrt]',
+        '["V", axes]',
+        '["M", optimizer, clip_norm]',
+    ]
     assert words.checked_word([["J", [0]], ["T", [0], 1], ["V", [True] * 3]], 3)
 
 

@@ -15,6 +15,9 @@ A word is a tuple of operations, applied to F from left to right. With n the num
 ``('V', axes)``
     The batched form. ``axes`` has one bool an operand: whether it has a leading batch axis.
     Every result gets one.
+``('M', optimizer, clip_norm)``
+    Alone in its word: F is a module whose result is its loss, which that optimizer of it makes one step to minimize.
+    Operands and result are the function's own. ``clip_norm``: the most that the norm of all gradients may be, or None.
 
 J is linear in its tangents, T in its cotangents (unless a rule of the function's own is not); each is the other's
 transpose. Pure functions.
@@ -28,6 +31,7 @@ from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ProtocolError, UsageError, shown
 
 __all__ = [
+    "Op",
     "Word",
     "checked_word",
     "linear_count",
@@ -37,7 +41,7 @@ __all__ = [
     "without_primals",
 ]
 
-Op = Tuple  # ('J', wrt) | ('T', wrt, m) | ('P', wrt) | ('V', axes)
+Op = Tuple  # ('J', wrt) | ('T', wrt, m) | ('P', wrt) | ('V', axes) | ('M', optimizer, clip_norm)
 Word = Tuple[Op, ...]
 MAX_WORD = 16
 
@@ -101,6 +105,8 @@ def without_operand(word: Word, at: int) -> Word:
 
 
 def _op_without(op: Op, at: int) -> Op:
+    if op[0] == "M":
+        return op
     if op[0] == "V":
         if op[1][at]:
             raise UsageError("a batch cannot have a seed for each row; make a call for each row")
@@ -112,6 +118,15 @@ def _op_without(op: Op, at: int) -> Op:
 
 def _is_indices(x: object) -> bool:
     return isinstance(x, tuple) and all(type(i) is int and i >= 0 for i in x)
+
+
+def _is_step(op: Op) -> bool:
+    return (
+        len(op) == 3
+        and type(op[1]) is int
+        and op[1] >= 0
+        and (op[2] is None or (type(op[2]) is float and op[2] > 0))
+    )
 
 
 def checked_word(raw: object, operands: int) -> Word:
@@ -134,6 +149,8 @@ def checked_word(raw: object, operands: int) -> Word:
         elif op[0] == "V" and len(op) == 2 and isinstance(op[1], tuple):
             if len(op[1]) != n or not all(type(m) is bool for m in op[1]):
                 raise ProtocolError(f"bad batch axes in a word: {shown(op)} over {n} operands")
+            continue
+        elif op[0] == "M" and len(word) == 1 and _is_step(op):
             continue
         else:
             raise ProtocolError(f"bad operation {shown(op)} in a word")

@@ -92,7 +92,7 @@ class Desk:
         self._state = ModuleState(engine, self.loaded.register, self.loaded.find)
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._operands = Operands(engine)
-        self.users_code = UsersCode(engine, incarnation, self._residuals)
+        self.users_code = UsersCode(engine, incarnation, self._residuals, self._state.optimizer)
         self.answers = Answers(engine, self._residuals)
         self._calls = Calls(
             name,

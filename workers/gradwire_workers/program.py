@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Protocol, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
 
@@ -95,8 +95,17 @@ class Residual(ABC):
         raise NotImplementedError(f"{type(self).__qualname__} is of a program whose rules do not end")
 
 
+Search = Callable[[Callable[[], Any], Optional[float]], Any]
+"""A step by the values of a loss and their gradients: of ``accumulate``, which evaluates it and adds to the gradients, and is called as
+often as that takes, and a norm to clip to or None. Gives the first of the values; no gradients are left."""
+
+
 class Optimizer(Protocol):
     """An optimizer of the worker's framework over a module's parameters."""
+
+    @property
+    def search(self) -> Search | None:
+        """How it makes a step if it evaluates the loss itself; None where a gradient is all it takes."""
 
     def step(self, clip_norm: float | None = None) -> float | None:
         """Apply the accumulated gradients, then advance the schedules; UsageError where none were.

@@ -76,12 +76,12 @@ class State:
             "regularizers": lambda program: list(program.regularizers()),
             "optimizer": self._make_optimizer,
             "step": self._step,
-            "zero_grad": lambda program, number: self._optimizer(program, number).zero_grad(),
-            "set": lambda program, number, options: self._optimizer(program, number).set(
+            "zero_grad": lambda program, number: self.optimizer(program, number).zero_grad(),
+            "set": lambda program, number, options: self.optimizer(program, number).set(
                 self._adopted(options)
             ),
             "schedule": self._schedule,
-            "optimizer_state": lambda program, number: self._optimizer(program, number).state_dict(),
+            "optimizer_state": lambda program, number: self.optimizer(program, number).state_dict(),
             "load_optimizer_state": self._load_optimizer_state,
         }
 
@@ -169,7 +169,8 @@ class State:
         self._optimizers[number] = _Made(program, optimizer)
         return number
 
-    def _optimizer(self, program: Program, number: int) -> Optimizer:
+    def optimizer(self, program: Program, number: int) -> Optimizer:
+        """Which that number means. UsageError where it is none of this program's."""
         made = self._optimizers.get(number)
         if made is None or made.program is not program:
             raise UsageError("this optimizer belongs to a former life of the worker; make a new one")
@@ -178,7 +179,7 @@ class State:
     def _step(
         self, program: Program, number: int, clip_norm: float | None = None, zero_grad: bool = False
     ) -> float | None:
-        optimizer, norm = self._optimizer(program, number), None
+        optimizer, norm = self.optimizer(program, number), None
         if clip_norm is None:
             optimizer.step()
         elif isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not clip_norm > 0:
@@ -190,7 +191,7 @@ class State:
         return norm
 
     def _schedule(self, program: Program, number: int, target: str, kwargs: dict[str, Any]) -> None:
-        self._optimizer(program, number).schedule(self._find(target), self._adopted(kwargs))
+        self.optimizer(program, number).schedule(self._find(target), self._adopted(kwargs))
 
     def _adopted(self, options: Any) -> Any:
         """Options of an optimizer: tensors as this framework's, and those of one number (a rate that was computed) as it."""
@@ -209,7 +210,7 @@ class State:
     def _load_optimizer_state(self, program: Program, number: int, state: Any) -> None:
         structure, carriers = flatten(state, lambda x: type(x) is Carrier)
         state = fill(structure, list(map(self._copied, carriers)))
-        self._optimizer(program, number).load_state_dict(state)
+        self.optimizer(program, number).load_state_dict(state)
 
 
 def _left_out(new: dict[str, Carrier], program: Program) -> dict[str, Carrier]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from gradwire_wire.chain import serve
 from gradwire_workers.cut_graphs import warn_of_cut
 from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
+from gradwire_workers.minimizing import Loss
 from gradwire_workers.plans import Plan
-from gradwire_workers.program import Engine, Program, Result, WorkerSite
+from gradwire_workers.program import Engine, Optimizer, Program, Result, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
 from gradwire_workers.sessions import Session
 
@@ -22,10 +23,20 @@ __all__ = ["UsersCode"]
 
 
 class UsersCode:
-    """Runs on the thread that made this, which handles signals. ``residuals``: where kept forwards are."""
+    """Runs on the thread that made this, which handles signals.
 
-    def __init__(self, engine: Engine, incarnation: bytes, residuals: Residuals) -> None:
+    residuals: where kept forwards are. optimizer: gives a program's by its number.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        incarnation: bytes,
+        residuals: Residuals,
+        optimizer: Callable[[Program, int], Optimizer],
+    ) -> None:
         self._engine, self._incarnation, self._residuals = engine, incarnation, residuals
+        self._optimizer = optimizer
         self.interrupts = Interrupts()
 
     def evaluate(
@@ -44,6 +55,8 @@ class UsersCode:
         try:
             serve(chain)
             self.interrupts.begin(session.marks, call_id)
+            if word and word[0][0] == "M":
+                return self._minimize(program, site, word[0], operands), None, time.perf_counter_ns() - start
             result, residual = evaluate(program, site, word, request, operands, self._residuals, self._zeros)
             warn_of_cut(program, site, word, result.tensors)
         finally:
@@ -54,6 +67,20 @@ class UsersCode:
             return result, None, elapsed
         avals = () if word or residual.takes_absent else self._inexact(result.tensors)
         return result, Kept(residual, request.remote, session.client_id, program.generation, avals), elapsed
+
+    def _minimize(
+        self, program: Program, site: WorkerSite, op: tuple[Any, ...], operands: Sequence[Any]
+    ) -> Result:
+        """The loss, whose gradient the optimizer has made its step by."""
+        _, number, clip_norm = op
+        optimizer, loss = self._optimizer(program, number), Loss(self._engine, program, site, operands)
+        if optimizer.search is not None:
+            return Result([optimizer.search(loss.accumulate, clip_norm)])
+        value = loss.accumulate()
+        self.interrupts.end()  # half a step would be worse than none
+        optimizer.step(clip_norm)
+        optimizer.zero_grad()
+        return Result([value])
 
     def run_planned(
         self, session: Session, call_id: int, plan: Plan, operands: list[Any]

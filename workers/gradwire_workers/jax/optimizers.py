@@ -35,6 +35,8 @@ class OptaxOptimizer:
     moves as with a gradient of zeros, and frozen ones do not move.
     """
 
+    search = None
+
     def __init__(
         self,
         store: Store,

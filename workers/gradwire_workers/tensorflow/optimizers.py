@@ -148,6 +148,8 @@ class TensorFlowOptimizer:
     owner: the program. groups: see `gradwire_workers.program.Program.optimizer`.
     """
 
+    search = None
+
     def __init__(
         self,
         owner: Any,

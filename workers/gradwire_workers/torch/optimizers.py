@@ -12,6 +12,7 @@ import torch
 from torch.optim import optimizer as _torch_optimizer
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.program import Search
 
 __all__ = ["TorchOptimizer"]
 
@@ -70,6 +71,25 @@ class TorchOptimizer:
     def _members(self) -> list[Any]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
+    @property
+    def search(self) -> Search | None:
+        """Where a step needs a closure, as that of LBFGS."""
+        return self._search if _needs_closure(type(self._optimizer).step) else None
+
+    def _search(self, accumulate: Callable[[], Any], clip_norm: float | None) -> Any:
+        def closure() -> Any:
+            self.zero_grad()
+            value = accumulate()
+            if clip_norm is not None:
+                self._clip([p for p in self._members() if p.grad is not None], clip_norm)
+            return value
+
+        moved = self._members()
+        first = self._move(moved, closure)
+        self.zero_grad()
+        self._advance_schedules()
+        return first
+
     def step(self, clip_norm: float | None = None) -> float | None:
         moved = [p for p in self._members() if p.grad is not None]
         if not moved:
@@ -102,14 +122,15 @@ class TorchOptimizer:
                 "or a longer schedule"
             ) from error
 
-    def _move(self, moved: Sequence[Any]) -> None:
+    def _move(self, moved: Sequence[Any], *closure: Callable[[], Any]) -> Any:
         try:
-            _bare_step(self._optimizer)()
+            return _bare_step(self._optimizer)(*closure)
         except TypeError as error:
             if "closure" not in str(error):
                 raise
             raise UsageError(
-                f"{self._name} wants to evaluate the loss itself (a closure), which is not here: {error}"
+                f"{self._name} wants to evaluate the loss itself (a closure), which is not here: {error}. Give its module the loss as "
+                "its result, and call optimizer.minimize(...) instead of step()"
             ) from error
         finally:
             self._program.generation += 1
@@ -223,6 +244,12 @@ class TorchOptimizer:
                 raise ValueError(f"It has no option {', '.join(missing)}")
         for schedule, values in zip(self._schedules, state.get("schedules", [])):
             schedule.load_state_dict(_with_counts_as_in(schedule.state_dict(), values))
+
+
+@lru_cache(maxsize=64)
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _bare_step(optimizer: Any) -> Callable[[], Any]:

@@ -1,0 +1,87 @@
+"""Modules whose result is their loss, in each framework: dense, tanh, dense, the mean of the squares."""
+
+import time
+
+
+def make_torch(dtype="float64", dropout=0.0):
+    import torch
+    from torch import nn
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 2))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x, y, *, scale=1.0, nap=0.0):
+            self.calls += 1
+            time.sleep(nap)
+            x += 0  # in place: what it is given is no leaf that requires a gradient
+            return scale * (self.net(x) - y).pow(2).mean()
+
+    return WithLoss().to(getattr(torch, dtype))
+
+
+def make_keras(dtype="float64"):
+    import keras
+
+    class WithLoss(keras.Model):
+        def __init__(self):
+            super().__init__(dtype=dtype)
+            keras.utils.set_random_seed(0)
+            self.hidden = keras.layers.Dense(5, "tanh", dtype=dtype)
+            self.last = keras.layers.Dense(2, dtype=dtype)
+
+        def call(self, x, y, scale=1.0):
+            return scale * keras.ops.mean((self.last(self.hidden(x)) - y) ** 2)
+
+    return WithLoss()
+
+
+def make_jax(dtype="float64"):
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    params = {
+        name: jnp.asarray(rng.normal(size=shape), dtype)
+        for name, shape in {"a": (3, 5), "b": (5,), "c": (5, 2)}.items()
+    }
+
+    def apply(params, x, y, *, scale=1.0):
+        return scale * ((jnp.tanh(x @ params["a"] + params["b"]) @ params["c"] - y) ** 2).mean()
+
+    return apply, params
+
+
+def make_without_loss():
+    import torch
+
+    return torch.nn.Linear(3, 2)
+
+
+def make_failing():
+    """Raises in the backward pass of its second call."""
+    import torch
+
+    class Second(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, nth):
+            ctx.nth = nth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, bar):
+            if ctx.nth == 2:
+                raise ValueError("bad 42")
+            return bar, None
+
+    class Failing(torch.nn.Linear):
+        nth = 0
+
+        def forward(self, x):
+            self.nth += 1
+            return Second.apply(super().forward(x).sum(), self.nth)
+
+    return Failing(3, 1)

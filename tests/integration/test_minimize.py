@@ -1,0 +1,223 @@
+"""`Optimizer.minimize`: a training step in one message does what call, pullback, step and zero_grad do in three."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradwire as gw
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+Workers = Callable[[str], gw.Worker]
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(16, 3)), RNG.normal(size=(16, 2))
+OPTIMIZERS = {"torch": "torch.optim:Adam", "tensorflow": "keras.optimizers:Adam", "jax": "optax:adam"}
+RATE = {"torch": "lr", "tensorflow": "learning_rate", "jax": "learning_rate"}
+FACTORY = {"torch": "make_torch", "tensorflow": "make_keras", "jax": "make_jax"}
+
+
+def as_of(caller: str, x: np.ndarray) -> Any:
+    if caller == "torch":
+        import torch
+
+        return torch.tensor(x)
+    if caller == "tensorflow":
+        import tensorflow as tf
+
+        return tf.constant(x)
+    if caller == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(x)
+    return x
+
+
+def by_three(
+    net: gw.Remote, optimizer: gw.Optimizer, x: Any, y: Any, scale: float, clip_norm: float | None
+) -> float:
+    loss, pullback = net.vjp(x, y, scale=scale)
+    pullback(1.0)
+    optimizer.step(clip_norm, zero_grad=True)
+    return float(loss)
+
+
+def trained(net: gw.Remote, framework: str) -> gw.Optimizer:
+    return net.optimizer(OPTIMIZERS[framework], **{RATE[framework]: 0.05})
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+@pytest.mark.parametrize("caller", ["numpy", "torch", "tensorflow", "jax"])
+def test_one_message_does_what_three_do(worker_of: Workers, framework: str, caller: str) -> None:
+    worker, target = worker_of(framework), f"with_loss:{FACTORY[framework]}"
+    dtype = "float32" if caller == "jax" else "float64"  # which JAX has not, as it is here
+    net, other = worker.module(target, dtype), worker.module(target, dtype)
+    one, three = trained(net, framework), trained(other, framework)
+    here = X.astype(dtype), Y.astype(dtype)
+    x, y = (as_of(caller, a) for a in here)
+    for i in range(5):  # as a message, as one that becomes short, and short
+        clip, scale = (0.5, 2.0) if i == 4 else (None, 1.0)
+        loss = one.minimize(x, y, scale=scale, clip_norm=clip)
+        assert type(loss) is type(x) or caller == "numpy"
+        assert np.shape(loss) == ()
+        np.testing.assert_allclose(loss, by_three(other, three, *here, scale, clip), rtol=1e-6)
+    wanted = other.state_dict()
+    for name, value in net.state_dict().items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    assert all(g is None for g in net.grads().values())
+
+
+def test_it_is_one_message_and_one_forward(worker_of: Workers) -> None:
+    worker = worker_of("torch")
+    net = worker.module("with_loss:make_torch")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    for n in range(1, 5):
+        optimizer.minimize(X, Y)
+        before = worker.stats()["calls"]
+        assert net.buffers()["calls"] == n
+        assert worker.stats()["calls"] == before + 1  # of the buffers
+    before = worker.stats()["calls"]
+    optimizer.minimize(X, Y)
+    assert worker.stats()["calls"] == before + 1
+
+
+def test_gradients_that_are_there_count_as_in_a_step(worker_of: Workers) -> None:
+    net = worker_of("torch").module("with_loss:make_torch")
+    optimizer = net.optimizer("torch.optim:SGD", lr=1.0)
+    before = net.parameters()
+    _, pullback = net.vjp(X, Y)
+    pullback(1.0)
+    gradients = net.grads()
+    optimizer.minimize(X, Y)
+    for name, value in net.parameters().items():
+        np.testing.assert_allclose(value, before[name] - 2 * gradients[name], rtol=1e-12)
+
+
+def test_what_evaluates_the_loss_itself_does_so_in_the_worker(
+    worker_of: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.syspath_prepend(str(TARGETS))
+    from with_loss import make_torch
+
+    net, local = worker_of("torch").module("with_loss:make_torch"), make_torch()
+    options = {"lr": 0.5, "max_iter": 7, "history_size": 4}
+    optimizer = net.optimizer("torch.optim:LBFGS", line_search_fn="strong_wolfe", **options)
+    theirs = torch.optim.LBFGS(local.parameters(), line_search_fn="strong_wolfe", **options)
+    x, y = torch.tensor(X), torch.tensor(Y)
+
+    def closure() -> Any:
+        theirs.zero_grad()
+        loss = local(x, y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        assert float(optimizer.minimize(X, Y)) == pytest.approx(
+            float(theirs.step(closure).detach()), rel=1e-9
+        )
+    for name, p in local.named_parameters():
+        np.testing.assert_allclose(net.parameters()[name], p.detach(), rtol=1e-9)
+    assert net.buffers()["calls"] == local.calls
+    with pytest.raises(gw.UsageError, match=r"minimize\(\.\.\.\) instead of step"):
+        net.vjp(X, Y)[1](1.0)
+        optimizer.step()
+
+
+def test_a_result_that_is_no_loss_moves_nothing(worker_of: Workers) -> None:
+    net = worker_of("torch").module("with_loss:make_without_loss")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    before = net.parameters()
+    with pytest.raises(gw.UsageError, match=r"must be its loss, one real number, and is float32\[16, 2\]"):
+        optimizer.minimize(X.astype(np.float32))
+    assert all(g is None for g in net.grads().values())
+    for name, value in net.parameters().items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_arguments_are_constants(worker_of: Workers) -> None:
+    import jax
+    import torch
+
+    net = worker_of("torch").module("with_loss:make_torch", "float32")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    x, y = torch.tensor(X, dtype=torch.float32, requires_grad=True), torch.tensor(Y, dtype=torch.float32)
+    with pytest.raises(gw.UsageError, match=r"detach\(\) it, or call the module"):
+        optimizer.minimize(x, y)
+    with torch.no_grad():
+        assert not optimizer.minimize(x, y).requires_grad
+    assert not optimizer.minimize(x.detach(), y).requires_grad
+    calls = net.buffers()["calls"]
+    with pytest.raises((gw.GradwireError, jax.errors.TracerArrayConversionError)):
+        jax.jit(lambda x: optimizer.minimize(x, np.float32(Y)))(X.astype(np.float32))
+    assert net.buffers()["calls"] == calls == 2
+
+
+def test_a_seed_makes_the_step_reproducible(worker_of: Workers) -> None:
+    made = []
+    for _ in range(2):
+        net = worker_of("torch").module("with_loss:make_torch", dropout=0.5).options(seed=7)
+        optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+        made.append([float(optimizer.minimize(X, Y)) for _ in range(3)])
+    assert made[0] == made[1]
+
+
+def test_an_error_of_the_backward_pass_moves_nothing(worker_of: Workers) -> None:
+    net = worker_of("torch").module("with_loss:make_failing")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    x = X.astype(np.float32)
+    optimizer.minimize(x)
+    before = net.parameters()
+    with pytest.raises(ValueError, match="bad 42"):
+        optimizer.minimize(x)
+    for name, value in net.parameters().items():
+        np.testing.assert_array_equal(value, before[name])
+    optimizer.minimize(x)
+    assert any((net.parameters()[name] != before[name]).any() for name in before)
+
+
+def test_one_that_is_given_up_moves_nothing(worker_of: Workers) -> None:
+    net = worker_of("torch").module("with_loss:make_torch")
+    patient = net.optimizer("torch.optim:SGD", lr=0.1)
+    hurried = net.options(timeout=2.0).optimizer("torch.optim:SGD", lr=0.1)
+    before = net.parameters()
+    with pytest.raises(gw.DeadlineError):
+        hurried.minimize(X, Y, nap=60.0)
+    assert net.buffers()["calls"] == 1
+    for name, value in net.parameters().items():
+        np.testing.assert_array_equal(value, before[name])
+    wanted = float(net(X, Y))
+    assert float(patient.minimize(X, Y)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, True, "much", float("nan")])
+def test_a_norm_must_be_positive(worker_of: Workers, norm: Any) -> None:
+    optimizer = worker_of("torch").module("with_loss:make_torch").optimizer("torch.optim:SGD", lr=0.1)
+    with pytest.raises(gw.UsageError, match="must be a positive number"):
+        optimizer.minimize(X, Y, clip_norm=norm)
+
+
+@pytest.mark.parametrize("lane", ["zmq", "socket"])
+def test_by_each_line_and_after_a_restart(
+    torch_python: str, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    monkeypatch.setenv("GRADWIRE_LANE", lane)
+    with gw.connect() as bridge:
+        worker = bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)
+        net = worker.module("with_loss:make_torch")
+        optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+        losses = [float(optimizer.minimize(X, Y)) for _ in range(6)]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < losses[0]
+        if lane == "zmq":
+            return
+        worker.restart()
+        with pytest.raises(gw.WorkerDiedError, match="as new from its factory"):
+            optimizer.minimize(X, Y)
+        with pytest.raises(gw.UsageError, match="former life"):
+            optimizer.minimize(X, Y)
+        assert net.buffers()["calls"] == 0
