@@ -17,7 +17,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import DType
 from gradwire_wire.tensors import TensorFamily
 
-__all__ = ["Engine", "Optimizer", "Program", "Residual", "Result", "Runner", "WorkerSite"]
+__all__ = ["Engine", "Optimizer", "Program", "Residual", "Result", "Runner", "Search", "WorkerSite"]
 
 
 @dataclass(frozen=True)
