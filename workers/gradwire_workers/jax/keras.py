@@ -17,6 +17,7 @@ from gradwire_workers.keras_layers import (
     stable_paths,
     weights_of,
 )
+from gradwire_workers.names import unique_names
 
 __all__ = ["KerasModel"]
 
@@ -44,21 +45,13 @@ class KerasModel(Model):
         self.training: bool | None = False
         every, moving = weights_of(layer), {id(v) for v in rnn_states(layer)}
         trainable, weights = ({id(v) for v in vs} for vs in (layer.trainable_variables, every))
-        self._variables: dict[str, Any] = {}
-        for path, v in zip(stable_paths(layer, every), every):
-            self._variables[self._free_name(path)] = v
+        self._variables = unique_names(zip(stable_paths(layer, every), every))
         values = {name: v.value for name, v in self._variables.items()}
         self.parameters = {n: x for n, x in values.items() if id(self._variables[n]) in trainable}
         self.buffers = {n: x for n, x in values.items() if n not in self.parameters}
         self.always_moving = frozenset(n for n, v in self._variables.items() if id(v) in moving)
         others = [v for v in layer.variables if id(v) not in weights]
         self._seeds = [v for v in others if v.path.endswith("seed_generator_state")]
-
-    def _free_name(self, name: str) -> str:
-        number, free = 1, name
-        while free in self._variables:
-            free, number = f"{name}_{number}", number + 1
-        return free
 
     def apply(
         self,

@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.keras_layers import is_keras_layer, listed, rnn_states, stable_paths, weights_of
+from gradwire_workers.names import unique_names
 
-__all__ = ["Module", "built_outside", "problems_of_state", "resource_of", "unique_names", "value_of"]
+__all__ = ["Module", "built_outside", "problems_of_state", "resource_of", "value_of"]
 
 _MODE_NAMES = ("training", "is_training")
 
@@ -191,17 +192,6 @@ def resource_of(variable: Any) -> Any:
     """The same, without what Keras 2 wraps around it to cast it: what holds the memory."""
     value = value_of(variable)
     return value._variable if type(value).__name__.startswith("AutoCast") else value
-
-
-def unique_names(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Variables by name, numbered where a name is not unique."""
-    found: dict[str, Any] = {}
-    for name, variable in named:
-        number, free = 1, name
-        while free in found:
-            free, number = f"{name}_{number}", number + 1
-        found[free] = variable
-    return found
 
 
 def problems_of_state(variables: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.keras_layers import keras_path
-from gradwire_workers.tensorflow.modules import problems_of_state, unique_names, value_of
+from gradwire_workers.names import unique_names
+from gradwire_workers.tensorflow.modules import problems_of_state, value_of
 
 __all__ = ["TensorFlowOptimizer"]
 

@@ -22,6 +22,7 @@ from gradwire_workers.keras_layers import (
     stable_paths,
     weights_of,
 )
+from gradwire_workers.names import unique_names
 
 __all__ = ["KerasModule"]
 
@@ -41,10 +42,9 @@ class KerasModule(torch.nn.Module):
         trainable = {id(v) for v in layer.trainable_variables}
         every = weights_of(layer)
         weights = {id(v) for v in every}
-        self._places: dict[str, Any] = {}
-        for path, v in zip(stable_paths(layer, every), every):
-            name = self._free_name(path.replace(".", "_"))
-            self._places[name] = v
+        paths = [path.replace(".", "_") for path in stable_paths(layer, every)]
+        self._places = unique_names(zip(paths, every))
+        for name, v in self._places.items():
             if id(v) in trainable:
                 self.register_parameter(name, v.value)
             else:
@@ -55,12 +55,6 @@ class KerasModule(torch.nn.Module):
         self._seeds = [
             v for v in layer.variables if id(v) not in weights and v.path.endswith("seed_generator_state")
         ]
-
-    def _free_name(self, name: str) -> str:
-        number, free = 1, name
-        while free in self._places:
-            free, number = f"{name}_{number}", number + 1
-        return free
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._applied(self._layer[0], args, kwargs)
