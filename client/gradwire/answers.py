@@ -149,7 +149,7 @@ def loss_in(outcome: Outcome) -> Carrier:
     """The one number that a training step gives."""
     check_count(len(outcome.carriers), 1, "losses")
     (loss,) = outcome.carriers
-    if loss is None or loss.array.shape != () or not loss.dtype.is_inexact:
+    if loss is None or loss.array.shape != () or not loss.dtype.is_real:
         raise _wrong("a loss is one real number", loss and list(loss.array.shape))
     return loss
 

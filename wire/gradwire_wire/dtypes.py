@@ -38,6 +38,11 @@ class DType(NamedTuple):
         return self.code not in (INT, UINT, BOOLEAN)
 
     @property
+    def is_real(self) -> bool:
+        """Whether values are real numbers with a point, of no fewer bits than arithmetic is done in."""
+        return self.code in (FLOAT, BFLOAT)
+
+    @property
     def carrier(self) -> str:
         """Name of the numpy dtype that carries the bits; differs from `name` where numpy lacks it."""
         return _CARRIERS.get(self, _NAMES[self])

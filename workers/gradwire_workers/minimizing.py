@@ -15,7 +15,6 @@ from gradwire_workers.program import Engine, Program, WorkerSite
 
 __all__ = ["Loss"]
 
-_REAL = frozenset(("float16", "bfloat16", "float32", "float64"))
 _ONE_OF_BFLOAT16 = 0x3F80  # as the whole number that it travels as
 
 
@@ -30,7 +29,7 @@ class Loss:
         """Its value, when its gradient was added to the module's own. UsageError where the module's result is no loss."""
         result, residual = self._program.keep(self._site, (), list(self._operands))
         avals = list(map(self._engine.aval, result.tensors))
-        if len(avals) != 1 or avals[0].shape != () or avals[0].dtype.name not in _REAL:
+        if len(avals) != 1 or avals[0].shape != () or not avals[0].dtype.is_real:
             shown = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in avals) or "no tensor"
             raise UsageError(
                 f"minimize(): the result of {self._program.name} must be its loss, one real number, and is {shown}. Load a module "
