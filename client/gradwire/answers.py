@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire.site import Outcome, SpecResult
+from gradwire.site import SpecResult
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import DType, checked_dtype
 from gradwire_wire.errors import ProtocolError, shown
@@ -27,7 +27,6 @@ __all__ = [
     "check_count",
     "check_like",
     "check_results",
-    "loss_in",
     "checked_state",
     "loaded",
     "number",
@@ -143,15 +142,6 @@ def check_results(word: Word, headers: Sequence[Any]) -> None:
     kind, wrt = derivatives[-1][:2]
     if kind == "T":
         check_count(len(headers), len(wrt), "cotangents")
-
-
-def loss_in(outcome: Outcome) -> Carrier:
-    """The one number that a training step gives."""
-    check_count(len(outcome.carriers), 1, "losses")
-    (loss,) = outcome.carriers
-    if loss is None or loss.array.shape != () or not loss.dtype.is_real:
-        raise _wrong("a loss is one real number", loss and list(loss.array.shape))
-    return loss
 
 
 def check_count(came: int, asked: int, what: str) -> None:

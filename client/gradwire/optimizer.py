@@ -59,12 +59,13 @@ class Optimizer:
         return None if norm is None else float(norm)
 
     def minimize(self, /, *args: Any, clip_norm: float | None = None, **kwargs: Any) -> Any:
-        """A whole training step in one message, of a module whose result is its loss, one real number. Returns the loss.
+        """A whole training step in one message, of a module whose result is its loss, one real number. Returns the result.
 
         Does what ``loss = net(*args, **kwargs)``, ``loss.backward()`` and ``step(clip_norm, zero_grad=True)`` do, in one round trip
-        instead of three. Arguments and loss are constants: whatever made them gets no gradient. The loss is of the arguments' framework.
-        Optimizers that evaluate the loss themselves (``"torch.optim:LBFGS"``) do so in the worker, and the first of its values is given.
-        UsageError where the result is no loss, or where the arguments want a gradient: nothing has moved then but what a forward moves.
+        instead of three. A result may have more than the loss: then that is its first item, or what is called ``loss`` in it (as in
+        transformers' results). Arguments and results are constants: whatever made the arguments gets no gradient. Results are of their framework.
+        Optimizers that evaluate the loss themselves (``"torch.optim:LBFGS"``) do so in the worker, and the first result is given.
+        UsageError where there is no loss, or where the arguments want a gradient: nothing has moved then but what a forward moves.
         """
         warn_of_regularizers(self._remote, "step")
         return self._remote._minimize(self._number, _clip_norm(clip_norm), args, kwargs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradwire import pullback
-from gradwire.answers import checked_state, loss_in
+from gradwire.answers import checked_state
 from gradwire.background import Background
 from gradwire.exits import end_daemon
 from gradwire.families import (
@@ -319,7 +319,7 @@ class Remote:
         site, family, carriers = self._exported(args, kwargs, accumulate=True)
         self._drain()
         outcome = self.handle.minimize(site, ("M", number, clip_norm), carriers)
-        return tensors_named(family).adopt(loss_in(outcome))
+        return outcome.tree(tensors_named(family).adopt)
 
     def _check_of_constants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """UsageError where somebody is recording what made these arguments: no gradient would come back to it."""

@@ -132,11 +132,39 @@ def test_a_result_that_is_no_loss_moves_nothing(worker_of: Workers) -> None:
     net = worker_of("torch").module("with_loss:make_without_loss")
     optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
     before = net.parameters()
-    with pytest.raises(gw.UsageError, match=r"must be its loss, one real number, and is float32\[16, 2\]"):
+    with pytest.raises(gw.UsageError, match=r"must be its loss, one real number.* and is float32\[16, 2\]"):
         optimizer.minimize(X.astype(np.float32))
     assert all(g is None for g in net.grads().values())
     for name, value in net.parameters().items():
         np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("caller", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_a_result_may_have_more_than_its_loss(worker_of: Workers, caller: str, kind: str) -> None:
+    net = worker_of("torch").module("with_loss:make_with_more", kind)
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    x = as_of(caller, X.astype(np.float32))
+    for _ in range(4):
+        weight, bias = net.parameters()["weight"], net.parameters()["bias"]
+        wanted = X.astype(np.float32) @ weight.T + bias
+        result = optimizer.minimize(x)
+        loss, logits = (
+            (result["loss"], result["logits"]) if kind == "dict" else (result[0], result[1]["logits"])
+        )
+        np.testing.assert_allclose(logits, wanted, rtol=1e-5)
+        assert float(loss) == pytest.approx(float((wanted**2).mean()), rel=1e-5)
+        np.testing.assert_allclose(
+            net.parameters()["bias"], bias - 0.1 * wanted.mean(0), rtol=1e-4, atol=1e-7
+        )
+        if kind == "dict":
+            np.testing.assert_array_equal(result["best"], wanted.argmax(-1))
+
+
+def test_a_result_without_a_loss_is_told_what_it_is(worker_of: Workers) -> None:
+    net = worker_of("torch").module("with_loss:make_with_more", "odd")
+    with pytest.raises(gw.UsageError, match=r"as 'loss', and is float32\[16, 2\], float32\[\]"):
+        net.optimizer("torch.optim:SGD", lr=0.1).minimize(X.astype(np.float32))
 
 
 def test_arguments_are_constants(worker_of: Workers) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from gradwire import answers
 from gradwire.broker_news import BrokerNews
-from gradwire.site import Outcome
 from gradwire.worker_records import facts_of
 from gradwire_wire import control
 from gradwire_wire.carriers import Aval, Carrier
@@ -90,10 +89,6 @@ def test_r57_facts_of_a_spec(facts: Any) -> None:
         answers.spec_result(told(facts))
 
 
-def gave(*carriers: Carrier | None) -> Outcome:
-    return Outcome(carriers, b"", 0)
-
-
 def table(dtype: str = "int64", shape: tuple[int, ...] = (2, len(COLUMNS))) -> list[Carrier | None]:
     return [Carrier(np.zeros(shape, dtype), BY_NAME[dtype])]
 
@@ -147,11 +142,6 @@ def test_r57_what_a_verb_gives(verb: str, tree: Any) -> None:
         lambda: answers.check_count(1, 2, "tangents"),
         lambda: answers.check_like(table()[0], (2, len(COLUMNS) + 1), INT64, "a tangent"),
         lambda: answers.check_like(table()[0], (2, len(COLUMNS)), BY_NAME["int32"], "a tangent"),
-        lambda: answers.loss_in(gave()),
-        lambda: answers.loss_in(gave(None)),
-        lambda: answers.loss_in(gave(table()[0])),
-        lambda: answers.loss_in(gave(Carrier(np.zeros((), np.complex64), BY_NAME["complex64"]))),
-        lambda: answers.loss_in(gave(*2 * [Carrier(np.zeros(()), BY_NAME["float64"])])),
     ],
 )
 def test_r57_results_that_nobody_asked_for(check: Callable[[], Any]) -> None:
@@ -160,8 +150,6 @@ def test_r57_results_that_nobody_asked_for(check: Callable[[], Any]) -> None:
 
 
 def test_results_that_may_be_missing() -> None:
-    loss = Carrier(np.ones(()), BY_NAME["float64"])
-    assert answers.loss_in(gave(loss)) is loss
     answers.check_results((("T", (0, 2), 1),), [None, None])
     answers.check_like(None, (2,), INT64, "a tangent")
     assert answers.checked_state("step", 0.5) == 0.5 and answers.checked_state("set", "x") == "x"

@@ -16,8 +16,8 @@ A word is a tuple of operations, applied to F from left to right. With n the num
     The batched form. ``axes`` has one bool an operand: whether it has a leading batch axis.
     Every result gets one.
 ``('M', optimizer, clip_norm)``
-    Alone in its word: F is a module whose result is its loss, which that optimizer of it makes one step to minimize.
-    Operands and result are the function's own. ``clip_norm``: the most that the norm of all gradients may be, or None.
+    Alone in its word: F is a module whose result is, or has, its loss, which that optimizer of it makes one step to minimize.
+    Operands and results are the function's own. ``clip_norm``: the most that the norm of all gradients may be, or None.
 
 J is linear in its tangents, T in its cotangents (unless a rule of the function's own is not); each is the other's
 transpose. Pure functions.

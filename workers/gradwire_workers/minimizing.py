@@ -4,39 +4,88 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from gradwire_wire.carriers import Carrier
+from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME, DType
 from gradwire_wire.errors import UsageError
-from gradwire_workers.program import Engine, Program, WorkerSite
+from gradwire_wire.structures import leaf_paths
+from gradwire_workers.program import Engine, Optimizer, Program, Result, WorkerSite
 
-__all__ = ["Loss"]
+__all__ = ["minimize"]
 
+_PLACES = ("result", "result.loss", "result['loss']", "result[0]")
+"""Where a result has its loss: a tensor alone is it; of more, the one of that name, or the first."""
 _ONE_OF_BFLOAT16 = 0x3F80  # as the whole number that it travels as
 
 
-class Loss:
-    """What a module gives at these operands, which are constants. Optimizers that look for their step evaluate it more than once."""
+def minimize(
+    engine: Engine,
+    program: Program,
+    site: WorkerSite,
+    operands: Sequence[Any],
+    optimizer: Optimizer,
+    clip_norm: float | None,
+    settle: Callable[[], None],
+) -> Result:
+    """The module's result, by whose loss the optimizer has made a step. No gradients are left.
+
+    settle: called before what must not be interrupted. UsageError where the result has no loss: nothing was accumulated then.
+    """
+    loss = _Loss(engine, program, site, operands)
+    if optimizer.search is not None:
+        optimizer.search(loss.accumulate, clip_norm)
+        return loss.first
+    loss.accumulate()
+    settle()
+    optimizer.step(clip_norm)
+    optimizer.zero_grad()
+    return loss.first
+
+
+class _Loss:
+    """Of a module at these operands, which are constants. ``first``: the result of its first evaluation."""
+
+    first: Result
 
     def __init__(self, engine: Engine, program: Program, site: WorkerSite, operands: Sequence[Any]) -> None:
         self._engine, self._program, self._site = engine, program, _of_constants(site)
         self._operands = [_full(engine, 0, BY_NAME["float32"]), *operands]
+        self._is_first = True
 
     def accumulate(self) -> Any:
-        """Its value, when its gradient was added to the module's own. UsageError where the module's result is no loss."""
+        """Its value, when its gradient was added to the module's own."""
         result, residual = self._program.keep(self._site, (), list(self._operands))
+        if self._is_first:
+            self.first, self._is_first = result, False
         avals = list(map(self._engine.aval, result.tensors))
-        if len(avals) != 1 or avals[0].shape != () or not avals[0].dtype.is_real:
+        place = self._place(avals, result.structure)
+        cotangents = [
+            _full(self._engine, int(i == place), a.dtype, a.shape)
+            for i, a in enumerate(avals)
+            if a.dtype.is_inexact
+        ]
+        residual.derive(("T", (), len(cotangents)), cotangents, keep=False, accumulate=True)
+        return result.tensors[place]
+
+    def _place(self, avals: Sequence[Aval], structure: bytes) -> int:
+        place = _place_of_loss(structure)
+        if place is None or avals[place].shape != () or not avals[place].dtype.is_real:
             shown = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in avals) or "no tensor"
             raise UsageError(
-                f"minimize(): the result of {self._program.name} must be its loss, one real number, and is {shown}. Load a module "
-                "that calls yours and then the loss, or call this one and minimize in three steps: backward(), step(), zero_grad()"
+                f"minimize(): the result of {self._program.name} must be its loss, one real number, or have it as its first item or as "
+                f"'loss', and is {shown}. Load a module that calls this one and then the loss; or make the step in three: call, "
+                "backward(), step(zero_grad=True)"
             )
-        residual.derive(("T", (), 1), [_full(self._engine, 1, avals[0].dtype)], keep=False, accumulate=True)
-        return result.tensors[0]
+        return place
+
+
+@lru_cache(maxsize=1024)
+def _place_of_loss(structure: bytes) -> int | None:
+    paths = leaf_paths(structure, argument_names=False)
+    return next((paths.index(place) for place in _PLACES if place in paths), None)
 
 
 @lru_cache(maxsize=4096)
@@ -45,7 +94,8 @@ def _of_constants(site: WorkerSite) -> WorkerSite:
     return replace(site, accumulate=True, anchored=True, alone=True)
 
 
-def _full(engine: Engine, value: int, dtype: DType) -> Any:
+def _full(engine: Engine, value: int, dtype: DType, shape: Sequence[int] = ()) -> Any:
     if value and dtype.name == "bfloat16":
         value = _ONE_OF_BFLOAT16
-    return engine.adopt(Carrier(np.asarray(value, dtype.carrier), dtype, True))
+    array = np.full(shape, value, dtype.carrier) if shape else np.asarray(value, dtype.carrier)
+    return engine.adopt(Carrier(array, dtype, True))

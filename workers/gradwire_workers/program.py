@@ -95,9 +95,9 @@ class Residual(ABC):
         raise NotImplementedError(f"{type(self).__qualname__} is of a program whose rules do not end")
 
 
-Search = Callable[[Callable[[], Any], Optional[float]], Any]
-"""A step by the values of a loss and their gradients: of ``accumulate``, which evaluates it and adds to the gradients, and is called as
-often as that takes, and a norm to clip to or None. Gives the first of the values; no gradients are left."""
+Search = Callable[[Callable[[], Any], Optional[float]], None]
+"""Makes a step by a loss, of ``accumulate``, which evaluates it, adds to the gradients, and is called as often as that takes; and of a norm
+to clip to, or None. No gradients are left."""
 
 
 class Optimizer(Protocol):

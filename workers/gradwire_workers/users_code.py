@@ -13,7 +13,7 @@ from gradwire_wire.chain import serve
 from gradwire_workers.cut_graphs import warn_of_cut
 from gradwire_workers.evaluation import evaluate
 from gradwire_workers.interrupts import Interrupts
-from gradwire_workers.minimizing import Loss
+from gradwire_workers.minimizing import minimize
 from gradwire_workers.plans import Plan
 from gradwire_workers.program import Engine, Optimizer, Program, Result, WorkerSite
 from gradwire_workers.residuals import Kept, Residuals
@@ -71,16 +71,12 @@ class UsersCode:
     def _minimize(
         self, program: Program, site: WorkerSite, op: tuple[Any, ...], operands: Sequence[Any]
     ) -> Result:
-        """The loss, whose gradient the optimizer has made its step by."""
+        """Half a step would be worse than none: from its beginning nothing is interrupted."""
         _, number, clip_norm = op
-        optimizer, loss = self._optimizer(program, number), Loss(self._engine, program, site, operands)
-        if optimizer.search is not None:
-            return Result([optimizer.search(loss.accumulate, clip_norm)])
-        value = loss.accumulate()
-        self.interrupts.end()  # half a step would be worse than none
-        optimizer.step(clip_norm)
-        optimizer.zero_grad()
-        return Result([value])
+        optimizer = self._optimizer(program, number)
+        return minimize(
+            self._engine, program, site, operands, optimizer, clip_norm, settle=self.interrupts.end
+        )
 
     def run_planned(
         self, session: Session, call_id: int, plan: Plan, operands: list[Any]

@@ -55,6 +55,24 @@ def make_jax(dtype="float64"):
     return apply, params
 
 
+def make_with_more(kind):
+    """A dict with the loss and what it is made of, or a tuple, or a tree that has no loss."""
+    import torch
+
+    class WithMore(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            loss = (y**2).mean()
+            return {
+                "dict": {"logits": y, "loss": loss, "best": y.argmax(-1)},
+                "tuple": (loss, {"logits": y}),
+                "odd": {"logits": y, "cost": loss},
+            }[kind]
+
+    torch.manual_seed(0)
+    return WithMore(3, 2)
+
+
 def make_without_loss():
     import torch
 

@@ -76,7 +76,7 @@ class TorchOptimizer:
         """Where a step needs a closure, as that of LBFGS."""
         return self._search if _needs_closure(type(self._optimizer).step) else None
 
-    def _search(self, accumulate: Callable[[], Any], clip_norm: float | None) -> Any:
+    def _search(self, accumulate: Callable[[], Any], clip_norm: float | None) -> None:
         def closure() -> Any:
             self.zero_grad()
             value = accumulate()
@@ -84,11 +84,9 @@ class TorchOptimizer:
                 self._clip([p for p in self._members() if p.grad is not None], clip_norm)
             return value
 
-        moved = self._members()
-        first = self._move(moved, closure)
+        self._move(self._members(), closure)
         self.zero_grad()
         self._advance_schedules()
-        return first
 
     def step(self, clip_norm: float | None = None) -> float | None:
         moved = [p for p in self._members() if p.grad is not None]
@@ -122,9 +120,9 @@ class TorchOptimizer:
                 "or a longer schedule"
             ) from error
 
-    def _move(self, moved: Sequence[Any], *closure: Callable[[], Any]) -> Any:
+    def _move(self, moved: Sequence[Any], *closure: Callable[[], Any]) -> None:
         try:
-            return _bare_step(self._optimizer)(*closure)
+            _bare_step(self._optimizer)(*closure)
         except TypeError as error:
             if "closure" not in str(error):
                 raise
