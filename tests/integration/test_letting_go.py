@@ -9,12 +9,15 @@ from functools import partial
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 
 import gradwire as gw
 from gradwire.jax import express
+from gradwire.torch import anchors
 from gradwire_workers.garbage import GROWN
 
 X = np.arange(6, dtype="f4").reshape(2, 3)
@@ -128,3 +131,80 @@ def test_jax_keeps_nothing_of_a_module_that_it_has_called(
         return there()
 
     until(still_there, [0, 0])
+
+
+def test_a_graph_of_torch_compile_holds_what_it_calls(
+    worker: gw.Worker, there: Callable[[], list[int]]
+) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    net: Any = worker.module("dropped:Net")
+    x = torch.ones(2, 3, requires_grad=True)
+    twice = net(x).detach() * 2
+    torch.compile(lambda x, net: net(x) + net(x), backend=backend)(x, net)
+    del net
+    torch.compiler.reset()
+    gc.collect()
+    given = [
+        x if node.meta["example_value"].ndim else anchors.leaf()
+        for node in graphs[0].graph.find_nodes(op="placeholder")
+    ]
+    result = graphs[0](*given)[0]
+    assert torch.equal(result, twice)
+    graphs.clear()
+    gc.collect()
+    result.sum().backward()
+    del result
+
+    def still_there() -> list[int]:
+        gc.collect()
+        return there()
+
+    until(still_there, [0, 0])
+
+
+def loop_of(net: gw.Remote) -> Any:
+    def loop(x: Any) -> Any:
+        return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, y + net(x)), (0, 0 * net(x)))[1]
+
+    return tf.function(loop)
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_a_graph_of_tensorflow_holds_what_it_calls(
+    worker: gw.Worker, there: Callable[[], list[int]], is_persistent: bool
+) -> None:
+    net: Any = worker.module("dropped:Net")
+    x = tf.ones((2, 3))
+    graph = loop_of(net).get_concrete_function(x)
+    del net
+    gc.collect()
+    with tf.GradientTape(persistent=is_persistent) as tape:
+        tape.watch(x)
+        y = graph(x)
+    del graph
+    gc.collect()
+    assert tape.gradient(y, x).shape == (2, 3)
+    del y, tape
+    gc.collect()
+    until(there, [0, 0])
+
+
+def test_models_that_keras_has_trained_go_when_the_next_is_traced(
+    worker: gw.Worker, there: Callable[[], list[int]]
+) -> None:
+    """Its optimizers keep the graphs, for ever."""
+    for _ in range(3):
+        layer = gw.keras.Layer(worker.module("dropped:Net"))
+        model = keras.Sequential([keras.Input((3,)), layer])
+        model.compile("sgd", "mse")
+        model.fit(X, np.zeros((2, 2), "f4"), verbose=0)
+        del layer, model
+        gc.collect()
+    double = worker.function("any_framework:double")
+    tf.function(lambda x: double(x))(tf.ones(2))
+    until(there, [0, 0])

@@ -746,10 +746,14 @@ def test_a_graph_of_another_process_calls_nothing_here(remote: Callable[..., Rem
         if node.op == "Const" and node.attr["value"].tensor.int64_val
     ]
     assert len({m for m in marks if m}) == 2
-    host = nodes._Call(marks[0], None, [], lambda *arrays: arrays)
+    call = nodes._Call(None, [], lambda *arrays: arrays)
+    host = nodes._Entry(marks[0], call)
     assert host(np.int64(marks[0]), 1, 2) == (1, 2)
     with pytest.raises(UsageError, match="saved in another process"):
         host(np.int64(marks[0] + 1), 1, 2)
+    del call
+    with pytest.raises(UsageError, match="what it called with it"):
+        host(np.int64(marks[0]), 1, 2)
 
 
 def test_r39_a_saved_graph_is_differentiated_in_the_process_that_saved_it(

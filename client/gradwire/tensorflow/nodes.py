@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,6 +22,7 @@ import tensorflow as tf
 
 from gradwire.derived import Derived
 from gradwire.static_shapes import StaticAval, static_results
+from gradwire.tensorflow.graphs import hold, with_rule
 from gradwire.tensorflow.tapes import has_tangents, is_forward_mode, is_inner, is_recorded
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import UnsupportedTensorError, UsageError
@@ -107,16 +109,13 @@ def _graph(fn: Derived, operands: list[Any], token: Any) -> list[Any]:
     operands = [tf.identity(x) for x in operands]
     token = tf.identity(token) if tf.is_tensor(token) else token
 
-    @tf.custom_gradient
-    def node(*xs: Any) -> Any:
-        results, kept = _operation(fn, xs, token, avals)
+    results, kept, call = _operation(fn, operands, token, avals)
 
-        def grad(*cotangents: Any) -> list[Any]:
-            return _graph_pullback(fn, xs, kept, results, cotangents)
+    def rule(*cotangents: Any) -> list[Any]:
+        return _graph_pullback(fn, operands, kept, results, cotangents)
 
-        return results, grad
-
-    return list(node(*operands))
+    found, call.rule = with_rule(results, operands, rule)
+    return found
 
 
 def _graph_pullback(
@@ -137,29 +136,49 @@ def _static_aval(x: Any) -> StaticAval:
 
 def _operation(
     fn: Derived, operands: Sequence[Any], token: Any, avals: Sequence[StaticAval]
-) -> tuple[list[Any], Any]:
-    """Results and token of one evaluation as symbolic tensors."""
+) -> tuple[list[Any], Any, _Call]:
+    """Results and token of one evaluation as symbolic tensors, and what the graph has for it."""
     held = token if isinstance(token, _Token) else None
     named = token if tf.is_tensor(token) else tf.constant(held.number if held else 0, tf.int64)
     dtypes = [tf.as_dtype(a.dtype.name) for a in avals]
-    call = _Call(next(_marks), fn, avals, _host(fn, fn.structure, avals, held))
-    inputs = [tf.constant(call.mark, tf.int64), named, *operands]
+    call = _Call(fn, avals, _host(fn, fn.structure, avals, held))
+    hold(call)
+    entry = _Entry(next(_marks), call)
+    inputs = [tf.constant(entry.mark, tf.int64), named, *operands]
     with tf.compat.v1.get_default_graph().gradient_override_map({"PyFunc": GRADIENT}):
-        *results, kept = tf.numpy_function(call, inputs, [*dtypes, tf.int64], name=OPERATION)
+        *results, kept = tf.numpy_function(entry, inputs, [*dtypes, tf.int64], name=OPERATION)
     _calls[kept.op.get_attr("token")] = call
     call.set_shapes(results)
     kept.set_shape(())
-    return results, kept
+    return results, kept, call
 
 
 _marks = itertools.count(secrets.randbits(62))
 
 
 class _Call:
-    """The host function of one operation. TensorFlow numbers them by process, so that a graph that was saved would call another."""
+    """One operation: the function it derives, what its results were traced as, the host function that calls the worker.
 
-    def __init__(self, mark: int, fn: Derived, avals: Sequence[StaticAval], host: Callable[..., Any]) -> None:
-        self.mark, self.fn, self.avals, self.host = mark, fn, avals, host
+    rule: of the node around it, for which it is there as well.
+    """
+
+    rule: object = None
+
+    def __init__(self, fn: Derived, avals: Sequence[StaticAval], host: Callable[..., Any]) -> None:
+        self.fn, self.avals, self.host = fn, avals, host
+
+    def set_shapes(self, tensors: Sequence[Any]) -> None:
+        """Of results, or of cotangents of them, some of which may be None."""
+        for x, a in zip(tensors, self.avals, strict=True):
+            if isinstance(x, tf.Tensor):  # (no IndexedSlices)
+                x.set_shape(a.shape)
+
+
+class _Entry:
+    """What TensorFlow calls, and keeps for ever. It numbers these by process, so that a graph that was saved would call another."""
+
+    def __init__(self, mark: int, call: _Call) -> None:
+        self.mark, self._call = mark, weakref.ref(call)
 
     def __call__(self, given: Any, *arrays: np.ndarray) -> Any:
         if int(given) != self.mark:
@@ -167,13 +186,13 @@ class _Call:
                 "this graph with a remote call was saved in another process, whose remote functions are not here. "
                 "Save the weights instead, and build the graph anew where it runs"
             )
-        return self.host(*arrays)
-
-    def set_shapes(self, tensors: Sequence[Any]) -> None:
-        """Of results, or of cotangents of them, some of which may be None."""
-        for x, a in zip(tensors, self.avals, strict=True):
-            if isinstance(x, tf.Tensor):  # (no IndexedSlices)
-                x.set_shape(a.shape)
+        call = self._call()
+        if call is None:
+            raise UsageError(
+                "the tf.function that made this graph with a remote call is gone, and what it called with it. Keep it for as long as "
+                "the graph is used"
+            )
+        return call.host(*arrays)
 
 
 # By the name that TensorFlow gives the host function; graphs hold the calls.

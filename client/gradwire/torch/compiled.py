@@ -44,7 +44,7 @@ def traced(remote: Any, args: Any, kwargs: Any) -> Any:
         tensors = [_ANCHOR, *tensors]
     keep = int(with_gradient and any([x.requires_grad for x in tensors]))
     run = torch.ops.gradwire.call_in_order if in_order else torch.ops.gradwire.call
-    results = run(call, "()", 0, False, keep, True, None, tensors)
+    results = run(call, "()", 0, False, keep, True, _held(call), tensors)
     wanted = _result_template(call)
     return _rebuilt(call, results) if wanted is None else _filled(wanted, results)
 
@@ -97,6 +97,12 @@ def _described(
         site = site.with_anchor
     operator.operator(site.stateful)
     return operator.name(handle, site), site.stateful, site.anchored
+
+
+@constant
+def _held(call: str) -> torch.Tensor:
+    """A part of the graph, which knows the remote by a name alone: as long as the graph is there, so is what it calls."""
+    return operator.hold(call, torch._guards.TracingContext.get())
 
 
 @constant

@@ -10,10 +10,13 @@ from __future__ import annotations
 import ast
 import itertools
 import secrets
+import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch.autograd import forward_ad
@@ -22,7 +25,7 @@ from gradwire.derived import Derived
 from gradwire.site import Site
 from gradwire.torch import evaluation
 from gradwire.torch.symbols import symbolic_avals
-from gradwire.torch.tokens import token_tensor
+from gradwire.torch.tokens import holding_tensor, token_tensor
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP_ROWS
 from gradwire_wire.tensors.torch import aval, torch_dtype
@@ -30,39 +33,81 @@ from gradwire_wire.tensors.torch import aval, torch_dtype
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["evaluate", "name", "operator", "structure"]
+__all__ = ["evaluate", "hold", "name", "operator", "structure"]
 
 _SCHEMA = "(str call, str word, int token_ops, bool accumulate, int keep, bool compiled, Tensor? token, Tensor[] operands) -> Tensor[]"
-# For ever: a compiled graph knows a call by its name alone. No other process has the same names: torch keeps compiled
-# graphs on disk, and a saved program may be loaded where the first call is another.
-_calls: dict[str, tuple[Handle, Site]] = {}
+
+
+class _Call:
+    """What a name stands for: calls of one place. It lasts as long as its handle, which it does not keep.
+
+    structure: of the result tree of F, as its latest evaluation or abstract evaluation found it.
+    """
+
+    def __init__(self, handle: Handle, site: Site) -> None:
+        self._handle, self.site, self.structure = weakref.ref(handle), site, b""
+        # No other process has the same names: torch keeps compiled graphs on disk, and a saved program may be loaded where the
+        # first call is another.
+        self.name = f"{_PROCESS}.{next(_numbers)}"
+
+    @property
+    def handle(self) -> Handle:
+        found = self._handle()
+        assert found is not None, "its calls went with it"
+        return found
+
+
 _PROCESS = secrets.token_hex(8)
 _numbers = itertools.count()
-_structures: dict[str, bytes] = {}
+_by_name: WeakValueDictionary[str, _Call] = WeakValueDictionary()
+_of_handles: WeakKeyDictionary[Handle, dict[Site, _Call]] = WeakKeyDictionary()
+_recorded: set[Handle] = set()
+"""Whose names are in graphs that hold nothing else: those of make_fx and torch.export. For ever, for nobody can tell when these go."""
 
 
-@cache
 def name(handle: Handle, site: Site) -> str:
-    """What the operator knows a call by."""
-    made = f"{_PROCESS}.{next(_numbers)}"
-    _calls[made] = (handle, site)
-    return made
+    """What the operator knows a call by, for as long as the handle is there: a graph with the name must hold it (`hold`)."""
+    calls = _of_handles.setdefault(handle, {})
+    found = calls.get(site)
+    if found is None:
+        made = _Call(handle, site)
+        _by_name[made.name] = made
+        found = calls.setdefault(site, made)
+    return found.name
+
+
+def hold(call: str, graph: object) -> torch.Tensor:
+    """A tensor for that graph, while it is made: whoever has it has the handle, so that the name can be called. One for all its calls."""
+    tensor, handles = _held.setdefault(graph, holding_tensor())
+    handles.add(_known(call).handle)
+    return tensor
+
+
+_held: WeakKeyDictionary[object, tuple[torch.Tensor, set[Handle]]] = WeakKeyDictionary()
 
 
 def structure(call: str) -> bytes:
     """The result tree of F, as its latest evaluation or abstract evaluation found it."""
-    return _structures[call]
+    return _known(call).structure
 
 
 def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any], Any]:
     """`evaluation.evaluate` as a call of the operator: the same, but unused operands get zeros."""
     call = name(fn.handle, fn.site)
+    if _is_recorded():
+        _recorded.add(fn.handle)
     *results, kept = operator(fn.site.stateful)(
         call, repr(fn.word), fn.token_ops, fn.accumulate, fn.keep, False, token, list(operands)
     )
     if not fn.word:
         fn.structure = structure(call)
     return results, kept if fn.keep else None
+
+
+def _is_recorded() -> bool:
+    """Whether what is called now becomes a part of a graph of make_fx's, as torch.export's are."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def operator(in_order: bool) -> Any:
@@ -113,18 +158,23 @@ def _forbid_reordering(found: Any) -> None:
 
 
 def _derived(call: str, word: str, token_ops: int, accumulate: bool, keep: int) -> Derived:
-    handle, site = _known(call)
-    return Derived(handle, site, ast.literal_eval(word), token_ops, accumulate, keep)
+    known = _known(call)
+    return Derived(known.handle, known.site, ast.literal_eval(word), token_ops, accumulate, keep)
 
 
-def _known(call: str) -> tuple[Handle, Site]:
-    found = _calls.get(call)
-    if found is None:
+def _known(call: str) -> _Call:
+    found = _by_name.get(call)
+    if found is not None:
+        return found
+    if call.startswith(_PROCESS):
         raise UsageError(
-            "this program with a remote call was compiled or exported in another process, whose remote functions are not here. "
-            "Compile or export it anew where it runs"
+            "the remote function of a call in this compiled program is gone: nothing holds it any more. Keep it, or the function "
+            "that calls it, for as long as the program is used"
         )
-    return found
+    raise UsageError(
+        "this program with a remote call was compiled or exported in another process, whose remote functions are not here. "
+        "Compile or export it anew where it runs"
+    )
 
 
 def _run(
@@ -143,7 +193,7 @@ def _run(
     if compiled and not fn.word:
         _check_announced(fn, operands, results)
     if fn.structure:
-        _structures[call] = fn.structure
+        _known(call).structure = fn.structure
     dense = [evaluation.zeros_like_result(fn, i, operands) if y is None else y for i, y in enumerate(results)]
     return [*dense, token_tensor(fn.handle, 0) if kept is None else kept]
 
@@ -162,7 +212,7 @@ def _fake(
     fn = _derived(call, word, token_ops, accumulate, keep)
     avals, found = symbolic_avals(fn, operands)
     if found:
-        _structures[call] = found
+        _known(call).structure = found
     results = [torch.empty(a.shape, dtype=torch_dtype(a.dtype)) for a in avals]
     rows = (results[0].shape[0],) if keep == KEEP_ROWS and results else ()
     return [*results, torch.empty((*rows, 2), dtype=torch.int64)]
@@ -203,7 +253,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
     """The rules of `gradwire.torch.nodes`, as a compiler can trace them."""
     kept, *operands = ctx.saved_tensors
-    _, site = _known(ctx.call)
+    site = _known(ctx.call).site
     found: list[Any] = [None] * len(operands)
     needed = ctx.needs_input_grad[7]
     wrt = tuple(i for i, x in enumerate(operands) if needed[i] and (x.is_floating_point() or x.is_complex()))

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from gradwire.handle import Handle
 
-__all__ = ["named_by", "token_tensor"]
+__all__ = ["holding_tensor", "named_by", "token_tensor"]
 
 
 class _Tokens(np.ndarray):
@@ -24,14 +24,15 @@ class _Tokens(np.ndarray):
     token = 0
 
     def __del__(self) -> None:
-        if self.handle is not None:
+        if self.handle is not None and self.token:
             self.handle.release(self.token)
 
 
 def token_tensor(handle: Handle, token: int, rows: int | None = None) -> Any:
     """The token as an int64 tensor (token, row), or (rows, 2) for a batch whose rows were kept.
 
-    Token 0 is none: whatever is derived with it is computed afresh from the primals.
+    Token 0 is none: whatever is derived with it is computed afresh from the primals. It holds the handle as well, for a
+    compiled graph that names it.
     """
     if rows is None:
         memory = _Tokens((2,), np.int64)
@@ -39,9 +40,21 @@ def token_tensor(handle: Handle, token: int, rows: int | None = None) -> Any:
     else:
         memory = _Tokens((rows, 2), np.int64)
         memory[:, 0], memory[:, 1] = token, range(rows)
-    if token:
-        memory.token, memory.handle = token, handle
+    memory.token, memory.handle = token, handle
     return torch.from_numpy(memory)
+
+
+class _Held(np.ndarray):
+    """The memory of the token of no forward."""
+
+    handles: set[Handle]
+
+
+def holding_tensor() -> tuple[Any, set[Handle]]:
+    """Token 0, and what it holds, which may be added to."""
+    memory = _Held((2,), np.int64)
+    memory[:], memory.handles = 0, set()
+    return torch.from_numpy(memory), memory.handles
 
 
 def named_by(token: Any) -> int | np.ndarray:
