@@ -599,11 +599,14 @@ def test_state_that_changes_its_shape_is_refused() -> None:
     program = load((lambda p, s, x: (x, jnp.concatenate([s, s])), jnp.ones(1), jnp.zeros(2)))
     with pytest.raises(UsageError, match="state keeps its shape"):
         call(program)
-    widened = load((lambda p, s, x: (x * s[0], s + x[0, :2]), jnp.ones(1), jnp.zeros(2, "float32")))
+    widening = (lambda p, s, x: (x * s[0], s + x[0, :2]), jnp.ones(1), jnp.zeros(2, "float32"))
+    widened, another = load(widening), load(widening)
     where = site(widened)
     results = [np.asarray(widened.run(where, (), [X]).tensors[0]) for _ in range(2)]
     assert widened.buffers()["state.value"].dtype == np.float64
     agree(results, [X * 0, X * X[0, 0]])
+    another.load_state_dict({name: np.asarray(x) for name, x in widened.state_dict().items()})
+    agree([call(another)], [call(widened)], 0)
     with pytest.raises(UsageError, match=r"must return \(result, state\)"):
         call(load((lambda p, s, x: x, jnp.ones(1), jnp.zeros(2))))
 
@@ -785,6 +788,28 @@ def test_what_a_state_has_of_an_option_changes_with_it() -> None:
                 optimizer.zero_grad()
                 pull(program)
                 optimizer.step()
+    agree(one.parameters().values(), other.parameters().values())
+
+
+def halved(count: Any) -> Any:
+    """In a dtype of its own, as optax's have where JAX has 64 bits."""
+    return jnp.asarray(0.25, jnp.float16) / (count + 1)
+
+
+def test_a_state_that_a_schedule_of_another_dtype_moved_can_be_loaded() -> None:
+    one, other = load(make("plain")), load(make("plain"))
+    optimizer, wanted = (p.optimizer(injected, {"learning_rate": 0.1}) for p in (one, other))
+    for own in (optimizer, wanted):
+        own.schedule(lambda: halved, {})
+    for step in range(4):
+        if step == 2:
+            saved, optimizer = optimizer.state_dict(), one.optimizer(injected, {"learning_rate": 0.3})
+            optimizer.schedule(lambda: halved, {})
+            optimizer.load_state_dict(saved)
+        for program, own in ((one, optimizer), (other, wanted)):
+            own.zero_grad()
+            pull(program)
+            own.step()
     agree(one.parameters().values(), other.parameters().values())
 
 

@@ -28,7 +28,7 @@ class KerasModel(Model):
     Raises UsageError for a layer that has not been built, or where Keras's backend is another.
     """
 
-    is_pure = True
+    is_pure = keeps_dtypes = True
 
     def __init__(self, layer: Any) -> None:
         self.name = f"{type(layer).__qualname__} {layer.name}"

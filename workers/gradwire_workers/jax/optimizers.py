@@ -335,11 +335,14 @@ def _differing(one: Any, other: Any) -> list[int]:
 
 
 def _put(state: Any, other: Any, places: Sequence[int]) -> Any:
-    """The state with these leaves of another one of its structure."""
+    """The state with these leaves of another one of its structure, in the dtypes that they have here.
+
+    A schedule may give a dtype of its own, and a state of others than at the start could not be loaded.
+    """
     leaves, structure = jax.tree_util.tree_flatten(state)
     there = jax.tree_util.tree_leaves(other)
     for i in places:
-        leaves[i] = there[i]
+        leaves[i] = there[i].astype(leaves[i].dtype)
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 

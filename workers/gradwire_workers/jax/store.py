@@ -78,10 +78,13 @@ class Store:
     # -- changes ---------------------------------------------------------------------------------
 
     def move_buffers(self, names: Sequence[str], values: Sequence[Any]) -> None:
-        if any(self.buffers[n].dtype != x.dtype for n, x in zip(names, values)):
-            self.kinds += 1
         self.has_moved = self.has_moved or bool(names)
-        self.buffers = {**self.buffers, **dict(zip(names, values))}
+        self._put_buffers(dict(zip(names, values)))
+
+    def _put_buffers(self, new: dict[str, Any]) -> None:
+        if any(self.buffers[n].dtype != x.dtype for n, x in new.items()):
+            self.kinds += 1
+        self.buffers = {**self.buffers, **new}
 
     def step(self, parameters: dict[str, Any]) -> None:
         """New values of some parameters: a new generation."""
@@ -93,9 +96,10 @@ class Store:
         """All or nothing. UsageError with torch's list of what does not fit, DtypeError where values would be narrowed."""
         there = {**self.parameters, **self.buffers}
         self._check(state, there, strict)
-        new = {n: _like(x, there[n], n) for n, x in state.items() if n in there}
+        widening = () if self.model.keeps_dtypes else self.buffers
+        new = {n: _like(x, there[n], n, n in widening) for n, x in state.items() if n in there}
         self.step({n: x for n, x in new.items() if n in self.parameters})
-        self.buffers = {**self.buffers, **{n: x for n, x in new.items() if n in self.buffers}}
+        self._put_buffers({n: x for n, x in new.items() if n in self.buffers})
 
     def _check(self, state: dict[str, Any], there: dict[str, Any], strict: bool) -> None:
         missing = [n for n in there if n not in state] if strict else []
@@ -144,13 +148,21 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _like(x: Any, there: Any, name: str) -> Any:
-    """A copy of x (which may lie in memory of somebody else) of the dtype that is there, widened but never narrowed."""
+def _like(x: Any, there: Any, name: str, may_widen: bool) -> Any:
+    """A copy of x (which may lie in memory of somebody else) of the dtype that is there, widened but never narrowed.
+
+    may_widen: whether it keeps its dtype where that is the wider one of two inexact ones: see `Model`.
+    """
     given = getattr(x, "dtype", None)
     if given is None:
         x, given = np.asarray(x, there.dtype), there.dtype
     same_kind = is_trainable(x) == is_trainable(there)
-    if given != there.dtype and not (same_kind and jnp.promote_types(given, there.dtype) == there.dtype):
+    wider = jnp.promote_types(given, there.dtype)
+    if given != there.dtype and not (same_kind and wider == there.dtype):
+        if may_widen and same_kind and is_trainable(x) and wider == given:
+            kept = jnp.array(x, copy=True)
+            if kept.dtype == given:  # without 64 bits JAX narrows it
+                return kept
         raise DtypeError(
             f"nothing was loaded. {name} is {there.dtype} in the module and {given} in the state given. "
             f"Convert it first: x.astype({str(there.dtype)!r})"

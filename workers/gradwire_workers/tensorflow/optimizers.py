@@ -314,10 +314,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clipped(gradients: Mapping[str, Any], most: float) -> tuple[dict[str, Any], float]:
-    """All together scaled down to this norm, and what it was; in float64, so that it does not overflow on the way."""
+    """All together scaled down to this norm, and what it was; in float64, so that it does not overflow on the way.
+
+    As `tf.clip_by_global_norm` does it: exactly to the norm, and to NaN where the norm is not finite.
+    """
     norm = float(np.sqrt(sum(float(np.sum(np.abs(np.asarray(_wide(g))) ** 2)) for g in gradients.values())))
-    scale = min(1.0, most / (norm + 1e-6))
-    return {n: g * tf.cast(scale, g.dtype) for n, g in gradients.items()}, norm
+    scale = most / max(norm, most) if np.isfinite(norm) else np.nan
+    return {n: g * tf.constant(scale, g.dtype) for n, g in gradients.items()}, norm
 
 
 def _wide(x: Any) -> Any:
