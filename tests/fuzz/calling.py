@@ -123,7 +123,9 @@ def use_state(remote: Remote, i: int) -> None:
     if i % 4 == 0:
         read(remote.state_dict())
     elif i % 4 == 1:
-        remote.optimizer("a:b").step(1.0)
+        optimizer = remote.optimizer("a:b")
+        optimizer.step(1.0)
+        read(optimizer.minimize(np.ones(3, np.float32)))
     elif i % 4 == 2:
         with hung_up_on(remote.handle._connect()):
             Functional(remote).frozen()

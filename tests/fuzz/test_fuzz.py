@@ -204,7 +204,8 @@ def right_message(client: Intruder, remote: int, chance: random.Random) -> Any:
         return messages.Forget([0, 10**6, 2**60], [1, 2**60])
     if kind == 8:
         return messages.Trace(number, chance.choice([0, 1, 100, 2**40]))
-    word = [["T", [0], 1]] if kind == 4 else [["V", [True, True, False]]] if kind == 5 else []
+    step = ["M", chance.choice([0, 7, 2**48]), chance.choice([None, 0.5, -1.0])]
+    word = {4: [["T", [0], 1]], 5: [["V", [True, True, False]]], 6: [step]}.get(kind, [])
     token = chance.choice([0, 0, 0, 1, [[1, 0]]])
     call = messages.Call(
         number, remote, tree, word, chance.randrange(3), token, 0, None, 0, None, headers, [], [b"x" * 16]
