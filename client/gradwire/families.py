@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,11 @@ __all__ = [
     "is_leaf",
     "naming",
     "tensors_named",
+    "untraced",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 FAMILIES = ("torch", "jax", "tensorflow")
 """Besides numpy. A family has the name of its framework's top-level module."""
 
@@ -141,6 +144,27 @@ def compiling_face() -> Any:
     import gradwire.torch  # a statement: it is what the compiler can follow
 
     return gradwire.torch
+
+
+def _watching_face() -> Any:
+    """The face whose compiler would trace what is called from here, though not this: behind a graph break, say. Or None."""
+    frames = sys.modules.get("torch._C._dynamo.eval_frame")
+    watched = getattr(frames, "get_eval_frame_callback", None)
+    return face_named("torch") if watched is not None and watched() else None
+
+
+def untraced(method: Callable[P, R]) -> Callable[P, R]:
+    """A method that torch.compile does not look into: its graph ends there, and another begins behind it."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        face = compiling_face() or _watching_face()
+        if face is None:
+            return method(*args, **kwargs)
+        result: R = face.undisturbed(method, args, kwargs)
+        return result
+
+    return call
 
 
 def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:

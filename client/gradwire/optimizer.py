@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gradwire.families import untraced
 from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
 from gradwire.regularizers import warn_of_regularizers
@@ -48,6 +49,7 @@ class Optimizer:
     def _change(self, verb: str, *args: Any) -> Any:
         return self._remote._change(verb, self._number, *args)
 
+    @untraced
     def step(self, clip_norm: float | None = None, *, zero_grad: bool = False) -> float | None:
         """Apply the accumulated gradients, then advance the schedules. UsageError where no pullback has accumulated any.
 
@@ -58,6 +60,7 @@ class Optimizer:
         norm = self._change("step", _clip_norm(clip_norm), bool(zero_grad))
         return None if norm is None else float(norm)
 
+    @untraced
     def minimize(self, /, *args: Any, clip_norm: float | None = None, **kwargs: Any) -> Any:
         """A whole training step in one message, of a module whose result is its loss, one real number. Returns the result.
 

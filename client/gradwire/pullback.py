@@ -10,7 +10,7 @@ import numpy as np
 
 from gradwire.answers import check_count, check_like
 from gradwire.derived import moved
-from gradwire.families import family_of, tensors_named
+from gradwire.families import family_of, tensors_named, untraced
 from gradwire.handle import Handle
 from gradwire.site import Outcome, Site
 from gradwire_wire import messages
@@ -71,6 +71,7 @@ class Pullback:
             f"{self!r} stands for a graph that a worker keeps and cannot be copied or pickled. Call it here, any number of times"
         )
 
+    @untraced
     def __call__(self, out_bar: Any, *, kwargs: bool = False) -> Any:
         """The cotangents as a tuple like the positional arguments.
 

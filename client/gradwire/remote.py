@@ -27,6 +27,7 @@ from gradwire.families import (
     is_leaf,
     naming,
     tensors_named,
+    untraced,
 )
 from gradwire.handle import Handle
 from gradwire.optimizer import Optimizer
@@ -152,6 +153,7 @@ class Remote:
         structure, _ = self._flatten(tuple(args), kwargs)
         return self.handle, self._plain_site(structure, self.handle.is_module)
 
+    @untraced
     def vjp(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
         """Results and pullback, for any caller (see `Pullback`).
 
@@ -160,6 +162,7 @@ class Remote:
         site, family, carriers = self._exported(args, kwargs, accumulate=self.handle.is_module)
         return pullback.vjp(self.handle, site, family, carriers)
 
+    @untraced
     def jvp(self, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         """Forward mode: results and their tangents; a tangent of None is zero."""
         for what, given in (("primals", primals), ("tangents", tangents)):
@@ -172,6 +175,7 @@ class Remote:
         site, family, carriers = self._exported(primals, {})
         return pullback.jvp(self.handle, site, family, carriers, [list(tangents), {}])
 
+    @untraced
     def spec(self, /, *args: Any, **kwargs: Any) -> Any:
         """The result tree with a `ShapeDtype` in place of each tensor; user code does not run for real.
 
@@ -182,6 +186,7 @@ class Remote:
         result = self.handle.spec(self._site(structure, seeded=False), avals_of(leaves, structure))
         return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
 
+    @untraced
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Make the call without waiting for its answer; tensors must not be written until it is done.
 
@@ -311,6 +316,7 @@ class Remote:
         number = self._change("optimizer", checked_target(target), checked_options(kwargs), **settings)
         return Optimizer(self, target, number)
 
+    @untraced
     def _minimize(
         self, number: int, clip_norm: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -338,6 +344,7 @@ class Remote:
         self._background.anteroom.drain()
         self.handle.drain()
 
+    @untraced
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         self._drain()
         if not kwargs and _PLAIN.issuperset(map(type, args)):

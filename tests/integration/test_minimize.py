@@ -185,6 +185,37 @@ def test_arguments_are_constants(worker_of: Workers) -> None:
     assert net.buffers()["calls"] == calls == 2
 
 
+def test_a_compiled_torch_program_calls_state_and_pullbacks_as_they_are(
+    worker_of: Workers, recwarn: pytest.WarningsRecorder
+) -> None:
+    """torch.compile traced into the client: warnings, and an error of its own guards at the pullback."""
+    import torch
+
+    net = worker_of("torch").module("with_loss:make_torch", "float32")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    x, y = as_of("torch", X.astype(np.float32)), as_of("torch", Y.astype(np.float32))
+
+    def step(x: Any, y: Any) -> Any:
+        before = net.buffers()["calls"]
+        loss, pullback = net.vjp(2 * x, y)
+        bars = pullback(1.0)
+        norm = optimizer.step(clip_norm=10.0, zero_grad=True)
+        again = optimizer.minimize(2 * x, y)
+        return loss * 2, bars[0] + again, norm, int(before), net.spec(x, y).shape
+
+    start = net.state_dict()
+    wanted = [step(x, y) for _ in range(3)]
+    net.load_state_dict(start)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="eager")
+    recwarn.clear()
+    for loss, bar, norm, before, shape in wanted:
+        got = compiled(x, y)
+        torch.testing.assert_close((got[0], got[1]), (loss, bar))
+        assert got[2:] == (pytest.approx(norm), before, shape)
+    assert [str(w.message) for w in recwarn if "Dynamo" in str(w.message)] == []
+
+
 def test_a_seed_makes_the_step_reproducible(worker_of: Workers) -> None:
     made = []
     for _ in range(2):

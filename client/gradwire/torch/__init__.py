@@ -5,7 +5,7 @@ See `gradwire.torch.nodes` for how a call becomes a node of the autograd graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gradwire.handle import Handle
     from gradwire.torch.module import Module
 
-__all__ = ["ACCUMULATES", "NAME", "Module", "call", "in_callers_modes", "is_plain", "traced"]
+__all__ = ["ACCUMULATES", "NAME", "Module", "call", "in_callers_modes", "is_plain", "traced", "undisturbed"]
 
 NAME = "torch"
 _is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: False)
@@ -44,7 +44,7 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     backward pass too.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _undisturbed(handle, site, operands)
+        return undisturbed(call, (handle, site, operands), {})
     _refuse_where_it_would_be_wrong(handle, site)
     tensors = [x if isinstance(x, torch.Tensor) else _constant(x) for x in operands]
     is_recorded = torch.is_grad_enabled()
@@ -88,9 +88,9 @@ def is_plain(site: Site, operands: list[Any]) -> bool:
 
 
 @torch._disable_dynamo
-def _undisturbed(handle: Handle, site: Site, operands: list[Any]) -> Any:
-    """The call outside of what torch.compile compiles: a graph break. (See `traced` for the way without.)"""
-    return call(handle, site, operands)
+def undisturbed(act: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``act`` outside of what torch.compile compiles: a graph break. (See `traced` for the way without, which calls have.)"""
+    return act(*args, **kwargs)
 
 
 def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:
