@@ -602,6 +602,12 @@ def test_what_is_built_at_its_first_call_is_as_in_one_process(first: str, make: 
         close([bar], [tf.fill((3, 2), 4.0 * count)])
 
 
+def test_code_that_switches_eager_execution_off_is_told_what_to_do() -> None:
+    """As models of TensorFlow 1 do in their first lines. (There every call's operand "has no values yet".)"""
+    with tf.Graph().as_default(), pytest.raises(UsageError, match=r"disable_v2_behavior.*wrap_function"):
+        engine.program(tf.square, is_module=False)
+
+
 def test_shapes_of_a_module_that_makes_what_each_call_moves_are_told_after_a_call() -> None:
     class Counting(tf.Module):
         count = None

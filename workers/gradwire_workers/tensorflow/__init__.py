@@ -98,4 +98,11 @@ def program(obj: Any, *, is_module: bool) -> TensorFlowProgram:
         raise UsageError(
             f"{what} a {type(obj).__qualname__}, which cannot be called. Name a function or a module"
         )
+    if not tf.executing_eagerly():
+        raise UsageError(
+            "the target's module has switched TensorFlow's eager execution off (tf.compat.v1.disable_v2_behavior, "
+            "disable_eager_execution), and a TensorFlow worker needs it. Leave that line out, and wrap a function that builds a graph "
+            "in tf.compat.v1.wrap_function(fn, signature). Or load it as it is in a worker 'numpy' with this environment's "
+            "python=: a function there is given numpy arrays, runs its own session, and has the derivatives it brings along"
+        )
     return TensorFlowProgram(obj, is_module)
