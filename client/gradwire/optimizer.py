@@ -74,7 +74,7 @@ class Optimizer:
         return self._remote._minimize(self._number, _clip_norm(clip_norm), args, kwargs)
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradients."""
+        """Forget the accumulated gradients of the parameters that it moves."""
         self._change("zero_grad")
 
     def set(self, **options: Any) -> None:

@@ -138,6 +138,18 @@ def test_groups_have_options_of_their_own_and_the_rest_is_left_alone(program: An
         )
 
 
+def test_an_optimizer_forgets_the_gradients_of_its_own_parameters_alone(program: Any) -> None:
+    """As in torch: another one may have the others, and step when more have accumulated."""
+    last = {n for n in program.parameters() if n.startswith(LAST)}
+    optimizer = program.optimizer(keras.optimizers.SGD, {"learning_rate": 0.1}, [{"names": [*last]}])
+    pull(program)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert {name for name, gradient in program.grads().items() if gradient is None} == last
+    program.optimizer(keras.optimizers.SGD, {"learning_rate": 0.1}).zero_grad()
+    assert not any(gradient is not None for gradient in program.grads().values())
+
+
 def test_a_schedule_begins_when_it_is_given_and_goes_on_where_a_state_says(program: Any) -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
     own = keras.optimizers.SGD(0.01, momentum=0.5)

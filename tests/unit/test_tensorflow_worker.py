@@ -920,15 +920,15 @@ def test_pullbacks_accumulate_however_they_are_asked_for() -> None:
     _, residual = program.keep(site, (), [x])
     residual.derive((T, (0,), 1), [ct], keep=False, accumulate=True)
     one = list(program.grads().values())
-    program.zero_grad()
+    program.forget_gradients(program.parameters())
     program.run(site, ((T, (0,), 1),), [x, ct])
     close(list(program.grads().values()), one, 1e-6)
-    program.zero_grad()
+    program.forget_gradients(program.parameters())
     batch, _ = tf.stack([x, x]), None
     _, rows = program.keep_rows(site, (("V", (True,)),), [batch])
     rows.derive_rows((T, (0,), 1), (True, False), [ct], np.arange(2))
     close(list(program.grads().values()), [2 * g for g in one], 1e-5)
-    program.zero_grad()
+    program.forget_gradients(program.parameters())
     residual.derive((T, (0,), 1), [ct], keep=False, accumulate=False)
     assert all(g is None for g in program.grads().values())
 

@@ -114,7 +114,7 @@ class Optimizer(Protocol):
         """
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradients."""
+        """Forget the accumulated gradients of its own parameters: another optimizer may have the others'."""
 
     def set(self, options: dict[str, Any]) -> None:
         """New values of options such as lr, in all groups; UsageError for one that is unknown."""

@@ -213,7 +213,8 @@ class TensorFlowOptimizer:
         return norm
 
     def zero_grad(self) -> None:
-        self._owner.zero_grad()
+        names = self._owner.grads()
+        self._owner.forget_gradients(n for n in names if any(group.has(n) for group in self._groups))
 
     # ---- Options and schedules ----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -128,8 +128,9 @@ class TensorFlowProgram(Program):
                 before = self._gradients.get(name)
                 self._gradients[name] = gradient if before is None else before + gradient
 
-    def zero_grad(self) -> None:
-        self._gradients.clear()
+    def forget_gradients(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._gradients.pop(name, None)
 
     def parameters(self) -> dict[str, Any]:
         return _values(self._module.trainable())
