@@ -37,7 +37,7 @@ from gradwire.proxies import no_attribute, stays_here
 from gradwire.pullback import Pullback
 from gradwire.regularizers import warn_of_regularizers
 from gradwire.selection import checked_groups, checked_names, checked_options
-from gradwire.site import Site
+from gradwire.site import Outcome, Site
 from gradwire.specs import ShapeDtype, avals_of, is_described, spec_result
 from gradwire.submitting import submit
 from gradwire_wire.carriers import Carrier
@@ -354,7 +354,7 @@ class Remote:
             given = exported(leaves, structure)
         tree, carriers = self.handle.change_state(verb, structure, given, self._options.timeout)
         adopt = tensors_named(self._options.family or "numpy").adopt
-        return checked_state(verb, fill(tree, [adopt(c) for c in carriers]))
+        return checked_state(verb, Outcome(carriers, tree, 0).tree(adopt))
 
     @property
     def seed_operand(self) -> list[Any]:

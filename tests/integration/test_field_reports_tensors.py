@@ -365,6 +365,8 @@ def test_r17_into_a_jax_caller_without_x64(worker_of: Workers) -> None:
         jax.jit(module)(x)
     with pytest.raises(gw.DtypeError, match=says):
         jax.grad(lambda x: module(x).sum())(x)
+    with pytest.raises(gw.DtypeError, match=r"result\['inner.weight'\]: .*float64.*jax_enable_x64"):
+        gw.jax.functional(module)
     with pytest.raises(gw.DtypeError, match=r"result.*float64.*jax_enable_x64"):
         module.vjp(x)
     pair = worker_of("torch").function("elements:pair")
