@@ -363,7 +363,9 @@ class Worker:
     def not_started(self) -> str:
         """The message of the WorkerStartError, for one that finished before it was ready."""
         assert self.end is not None
-        after = f"{self.end}, {time.monotonic() - self._born:.1f} s after its start, while {self.doing}"
+        by_us = self._why and self.end.signal == "SIGKILL"  # after it had said why, or had taken too long
+        how = "by gradwire" if by_us else self.end
+        after = f"{how}, {time.monotonic() - self._born:.1f} s after its start, while {self.doing}"
         return not_started(
             self.place.name,
             self.order.framework,

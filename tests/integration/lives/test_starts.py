@@ -413,6 +413,9 @@ def test_r65_a_start_that_takes_too_long_says_where_it_hung(worker: Callable[...
         if "in hang" in text:
             break
     assert "it was importing numpy" in text and "in hang" in text
+    assert (
+        "ended: by gradwire, " in text and "SIGKILL" not in text
+    )  # which would be somebody else's, or the kernel's
 
 
 def test_r65_a_start_that_may_take_for_ever_is_not_the_end_of_the_broker(worker: Callable[..., Any]) -> None:
