@@ -7,6 +7,7 @@ where it is interrupted or killed. Then the real thing: workers whose environmen
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from gradwire.environments.cache import MANIFEST
 from gradwire.environments.installers import find_installer
 from gradwire_wire.errors import UsageError, WorkerStartError
 from gradwire_wire.interpreters import cleaned
+from gradwire_workers.installation import how_to_install
 
 pytestmark = pytest.mark.integration
 
@@ -327,6 +329,24 @@ def test_the_command_builds_lists_and_removes(
     assert main(["env", "remove", "--unused", "4"]) == 0
     assert not python.exists()
     assert list((place / "environments").iterdir()) == []
+
+
+def test_what_was_removed_from_an_environment_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "py3.11-x"))
+    (tmp_path / "py3.11-x").mkdir()
+    assert how_to_install("torch") == f"{sys.executable} -m pip install torch"
+    manifest = {"requirements": ["msgpack>=1.0", "Flash_Attn[x]==2 ; sys_platform == 'linux'", "pyzmq"]}
+    (tmp_path / "py3.11-x" / MANIFEST).write_text(json.dumps(manifest))
+    assert how_to_install("torch numpy") == (
+        "requirements=[…, 'torch', 'numpy'], of which this environment was built"
+    )
+    for lost in ("pyzmq", "numpy msgpack", "flash-attn"):
+        assert how_to_install(lost).startswith("`gradwire env remove py3.11-x`, after which it is built anew")
+    assert how_to_install("msgpack>=1.0").startswith("requirements="), "another version was asked for"
+    (tmp_path / "py3.11-x" / MANIFEST).write_text("{")
+    assert how_to_install("pyzmq").startswith("requirements=")
 
 
 def test_one_in_use_is_not_removed_and_one_whose_interpreter_is_gone_is_built_anew(place: Path) -> None:
