@@ -8,6 +8,7 @@ reply can block: a client that is gone or does not read loses its reply, and its
     turns       which lane is served without a look at the poller
     calls       calls, and those that come again as short frames
     operands    ─► users_code ─►  answers: what a call goes through
+    departures  what is let go of: a client's that is gone, what it will not name again
     desk        here: the loop, and who acts on which message
 """
 
@@ -32,15 +33,15 @@ from gradwire_workers import faults
 from gradwire_workers.answers import Answers, Reply
 from gradwire_workers.asked import all_there, aval_of, is_seeded, seed_place, site_of
 from gradwire_workers.calls import Calls
+from gradwire_workers.departures import Departures
 from gradwire_workers.far import FarDoor
-from gradwire_workers.garbage import Garbage
 from gradwire_workers.loaded import Loaded
 from gradwire_workers.operands import Operands
 from gradwire_workers.permissions import Permissions
-from gradwire_workers.program import Engine, Program
+from gradwire_workers.program import Engine
 from gradwire_workers.reception import Reception
 from gradwire_workers.residuals import Residuals
-from gradwire_workers.sessions import Line, Session, forget_plans, line_of
+from gradwire_workers.sessions import Line, Session, line_of
 from gradwire_workers.state import CHANGES
 from gradwire_workers.state import State as ModuleState
 from gradwire_workers.turns import TURN_S, Turns
@@ -103,7 +104,7 @@ class Desk:
             answers=self.answers,
             residuals=self._residuals,
         )
-        self._garbage = Garbage()
+        self._departures = Departures(self.loaded, self._state, self._residuals, self._reception)
         self._raised = 0  # in a row, between calls
         self._acts = self._table()
 
@@ -115,8 +116,8 @@ class Desk:
             Spec: self._spec,
             Load: self._load,
             State: self._change_state,
-            Release: self._release,
-            Forget: self._forget_remotes,
+            Release: self._departures.release,
+            Forget: self._departures.forget,
             Trace: self._trace,
             Ping: self._ping,
         }
@@ -137,7 +138,12 @@ class Desk:
             self._reception.listener.close()
 
     def _serve_until(self, control: Any, on_control: Callable[[], bool]) -> None:
-        poller, turns, reception, garbage = self._poller, self._turns, self._reception, self._garbage
+        poller, turns, reception, garbage = (
+            self._poller,
+            self._turns,
+            self._reception,
+            self._departures.garbage,
+        )
         knocks = reception.listener.fileno()
         far = () if self._far is None else (self._far.router, self._far.gate.socket)
         for waited in (self._router, knocks, control, *far):
@@ -181,11 +187,7 @@ class Desk:
         faults.show(error, "gradwire: a signal handler of user code raised, between calls:")
 
     def _forget(self, session: Session) -> None:
-        """A client is gone: its residuals go, its loans, and what it has loaded."""
-        self._residuals.end(session.client_id)
-        session.exchange.end()
-        had_optimizers = self._state.end(session.client_id)
-        self._let_go(list(self.loaded.end(session.client_id).values()), had_optimizers)
+        self._departures.end(session)
 
     # -- lanes and doors -------------------------------------------------------------------------
 
@@ -367,29 +369,6 @@ class Desk:
             self._state.give(tree, session.client_id)
         structure, leaves = flatten(tree, lambda x: type(x) is Carrier or self._engine.is_tensor(x))
         return self.answers.done(session, state.call_id, leaves, structure)
-
-    def _release(self, session: Session, release: Release, carriers: list[Carrier | None], _: Any) -> None:
-        self._residuals.release(release.released, session.client_id)
-
-    def _forget_remotes(
-        self, session: Session, forget: Forget, carriers: list[Carrier | None], _: Any
-    ) -> None:
-        gone = self.loaded.forget(forget.remotes, session.client_id)
-        programs = list(gone.values())
-        if gone:
-            lanes = [lane for lane, owner in self._reception.lanes.values() if owner is session]
-            forget_plans([*lanes, *session.dealers.values()], programs)
-            self._residuals.forget(gone)
-            gone.clear()
-        self._let_go(programs, self._state.forget(forget.optimizers, session.client_id))
-
-    def _let_go(self, programs: list[Program], had_optimizers: bool) -> None:
-        """Of what nobody can name. Modules and optimizers are large, and parts of cycles."""
-        self._state.forget_of(programs)
-        had_modules = any(program.is_module for program in programs)
-        programs.clear()
-        if had_modules or had_optimizers:
-            self._garbage.note(had_modules)
 
     def _ping(self, session: Session, ping: Ping, *_: Any) -> Reply:
         return self.answers.done(session, ping.call_id, (), flatten(None, _never)[0])
