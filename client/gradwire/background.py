@@ -79,7 +79,7 @@ class Background:
                 problem = self._grow()
             if self._threads:
                 self._waiting.append((future, act))
-                self._changed.notify()
+                self._wake_one()
                 return
         self._run(future, raising(no_thread(problem)) if future is not None else act)
 
@@ -100,6 +100,14 @@ class Background:
             self.start(future, told)
             del told
         del future, act  # an error has this frame, and would hold itself and the arguments
+
+    def _wake_one(self) -> None:
+        """An idle thread, if there is one (lock held)."""
+        try:
+            self._changed.notify()
+        except BaseException:  # of a handler of signals: a waiter that nobody is any more may be left behind, and would take the next
+            self._changed.notify_all()
+            raise
 
     def _grow(self) -> Exception | None:
         """One thread more; or why there is none (lock held)."""

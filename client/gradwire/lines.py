@@ -18,6 +18,7 @@ from typing import Any
 
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError, UsageError
 from gradwire_wire.exchange import Exchange
+from gradwire_wire.interruption import came_from_system
 from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
 from gradwire_wire.page import can_page, page_lane_pair
 from gradwire_wire.process import check_descriptors
@@ -64,6 +65,12 @@ def pages_wanted() -> bool:
 def fits(line: Line, nbytes: int) -> bool:
     """Whether a message of one frame of so many bytes may go by this line."""
     return isinstance(line, Dealer) or nbytes <= line.max_message
+
+
+def _check_refusal(error: OSError) -> None:
+    """Where the system refuses a lane, ZeroMQ takes the call. Raises what a handler of signals has raised meanwhile."""
+    if not came_from_system(error):
+        raise error
 
 
 class Lines:
@@ -151,7 +158,10 @@ class Lines:
             return None
         try:
             ours, theirs, page = page_lane_pair(self._look_ms)
-        except (OSError, MemoryExhaustedError, SharingUnavailableError):
+        except (MemoryExhaustedError, SharingUnavailableError):
+            return None
+        except OSError as error:
+            _check_refusal(error)
             return None
         with theirs:
             passed = self._exchange.pass_lane(theirs.fileno(), page.fd)
@@ -163,7 +173,8 @@ class Lines:
     def _open_lane(self) -> Lane | None:
         try:
             ours, theirs = lane_pair(self._look_ms)
-        except OSError:  # too many open files
+        except OSError as error:  # too many open files
+            _check_refusal(error)
             return None
         with theirs:
             if self._exchange.pass_lane(theirs.fileno()):

@@ -160,7 +160,7 @@ class Pipeline:
     def _wake(self) -> None:
         """The pump is there, and will look what is under way (lock held, and before it is)."""
         if self._is_idle:
-            self._work.notify()
+            self._work.notify_all()  # not notify(): one that a handler interrupts leaves a waiter behind, which takes the next
         elif self._thread is None:
             name = f"gradwire-{self._connection.facts.name}-answers"
             self._thread = threading.Thread(target=self._pump, name=name, daemon=True)

@@ -10,7 +10,8 @@ import pathlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
@@ -37,6 +38,46 @@ def test_many_at_once(workers: tuple[gw.Worker, gw.Worker]) -> None:
     futures = [double.submit(np.full(3, i, "f4")) for i in range(300)]
     for i, future in enumerate(futures):
         np.testing.assert_array_equal(future.result(60), np.full(3, 2 * i))
+
+
+class Interrupted(deque[Any]):
+    """Who waits for a condition. A handler of signals comes in when one was woken and is still in here, as Python may let it."""
+
+    times = 1
+
+    def remove(self, value: Any) -> None:
+        if self.times:
+            self.times = 0
+            raise TimeoutError("by the handler")
+        super().remove(value)
+
+
+def test_a_call_behind_one_that_was_interrupted_when_it_woke_who_reads(
+    workers: tuple[gw.Worker, gw.Worker],
+) -> None:
+    double: Any = workers[0].function("any_framework:double")
+    assert double.submit(np.float32(1)).result(60) == 2
+    reader = double.handle._loaded._pipeline
+    waiters = Interrupted()
+
+    def is_asleep() -> bool:
+        with reader._lock:
+            return bool(reader._is_idle and reader._work._waiters)
+
+    until(is_asleep)
+    waiters.extend(reader._work._waiters)
+    reader._work._waiters = waiters
+    with pytest.raises(TimeoutError, match="by the handler"):
+        double.submit(np.float32(2)).result(60)
+    until(lambda: len(waiters) != 1 and is_asleep())
+    assert double.submit(np.float32(3)).result(20) == 6
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_a_future_is_an_argument_of_the_next(workers: tuple[gw.Worker, gw.Worker]) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
@@ -107,6 +108,36 @@ def test_no_more_threads_than_allowed_and_all_is_done(background: Background) ->
 
     assert sum(f.result(60) for f in [background.submit(act) for _ in range(100)]) == 100
     assert most <= 3
+
+
+class Interrupted(deque[Any]):
+    """Who waits for a condition. A handler of signals comes in when one was woken and is still in here, as Python may let it."""
+
+    times = 1
+
+    def remove(self, value: Any) -> None:
+        if self.times:
+            self.times = 0
+            raise TimeoutError("by the handler")
+        super().remove(value)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_thread_that_was_woken_by_who_was_interrupted_is_woken_again(background: Background) -> None:
+    assert background.submit(lambda: 1).result(60) == 1
+    changed: Any = background._changed
+    until(lambda: background._idle == 1 and len(changed._waiters) == 1)
+    changed._waiters = Interrupted(changed._waiters)
+    with pytest.raises(TimeoutError, match="by the handler"):
+        background.submit(lambda: 2)
+    until(lambda: background._idle == 1 and not background._waiting)
+    assert background.submit(lambda: 3).result(20) == 3
 
 
 def test_after_its_close_everything_is_still_done(background: Background) -> None:

@@ -10,15 +10,18 @@ import os
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from gradwire.lines import Lines
 from gradwire_wire import machine, process
+from gradwire_wire.interruption import postponed
 from gradwire_wire.lane import lane_pair
 from gradwire_wire.messages import Segment
 from gradwire_wire.page import page_lane_pair
-from gradwire_wire.segments import private_copies
+from gradwire_wire.segments import own, private_copies
+from gradwire_wire.segments.borrowed import Lease
 from gradwire_wire.tether import Tether
 
 Patch = pytest.MonkeyPatch
@@ -72,6 +75,13 @@ def looked(patch: Patch, name: str) -> None:
     private_copies._read_pagemap(0, 1)
 
 
+def opened(patch: Patch, module: Any, name: str, wanted: str) -> None:
+    """Whoever opens a lane goes on without one if the system has none; that is decided further out."""
+    patch.setattr(module, name, ring)
+    lines = Lines("", b"", cast("Any", None), 20, lanes=True, pages=True)
+    getattr(lines, wanted)()
+
+
 def counted(patch: Patch) -> None:
     patch.setattr(os, "open", ring)
     process.check_descriptors(1)
@@ -86,6 +96,10 @@ ACTS: dict[str, Callable[[Patch], object]] = {
     "pagemap is opened": lambda patch: looked(patch, "open"),
     "pagemap is read": lambda patch: looked(patch, "pread"),
     "descriptors are tried": counted,
+    "a lane is opened": lambda patch: opened(patch, socket, "socketpair", "_open_lane"),
+    "a page is opened": lambda patch: opened(patch, socket, "socketpair", "_open_page_lane"),
+    "memory is opened": lambda patch: opened(patch, os, "ftruncate", "_open_page_lane"),
+    "memory is mapped": lambda patch: opened(patch, own, "Mapping", "_open_page_lane"),
 }
 
 
@@ -93,3 +107,8 @@ ACTS: dict[str, Callable[[Patch], object]] = {
 def test_it_comes_out_as_it_is(where: str, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch, pytest.raises(Alarm, match="by the handler"):
         ACTS[where](patch)
+
+
+def test_a_lease_that_was_interrupted_while_it_was_made_goes_without_a_word() -> None:
+    Lease.__new__(Lease)
+    assert not postponed, "an error of the next call"

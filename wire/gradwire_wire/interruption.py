@@ -11,10 +11,18 @@ ours that take a while postpone it instead, to the next call of the thread that 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections import deque
 
-__all__ = ["came_from_handler", "came_from_parsing", "postpone", "postponed", "raise_postponed"]
+__all__ = [
+    "came_from_handler",
+    "came_from_parsing",
+    "came_from_system",
+    "postpone",
+    "postponed",
+    "raise_postponed",
+]
 
 postponed: deque[BaseException] = deque()
 """What is still to be raised; looked at before each call."""
@@ -31,6 +39,7 @@ def came_from_handler(error: BaseException, depth: int = 0) -> bool:
     return frame is not None
 
 
+_SOCKETS = os.path.abspath(socket.__file__)
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -39,11 +48,22 @@ def came_from_parsing(error: BaseException) -> bool:
 
     msgpack raises many kinds, and may have frames of its own.
     """
+    file = _origin(error)
+    return file.startswith(_OURS) or "msgpack" in file
+
+
+def came_from_system(error: BaseException) -> bool:
+    """The same of a call of the system's somewhere within, ours or by a socket's methods: whether it is to blame."""
+    file = _origin(error)
+    return file.startswith(_OURS) or file == _SOCKETS
+
+
+def _origin(error: BaseException) -> str:
+    """The file in which it was raised."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
-    file = "" if innermost is None else innermost.tb_frame.f_code.co_filename
-    return os.path.abspath(file).startswith(_OURS) or "msgpack" in file
+    return "" if innermost is None else os.path.abspath(innermost.tb_frame.f_code.co_filename)
 
 
 def postpone(error: BaseException) -> None:

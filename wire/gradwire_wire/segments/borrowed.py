@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
-from gradwire_wire.interruption import postpone
+from gradwire_wire.interruption import came_from_system, postpone
 from gradwire_wire.leaving import INTERPRETER
 from gradwire_wire.machine import read_memory
 from gradwire_wire.segments.exporters import span_exporter
@@ -71,6 +71,8 @@ class ForeignSegment(Descriptor):
         try:
             made = Mapping(self.fd, self.nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE)
         except OSError as error:
+            if not came_from_system(error):
+                raise
             free, why = room_for(read_memory(), None, 0)
             raise MemoryExhaustedError(
                 f"{self.nbytes} bytes of address space needed to see a tensor of the other side, {free} free "
@@ -159,8 +161,9 @@ class Lease:
         self, segment: ForeignSegment, offset: int, nbytes: int, loan: int, ledger: Ledger, owned: bool
     ) -> None:
         self.segment, self.offset, self.nbytes, self.loan, self.ledger = segment, offset, nbytes, loan, ledger
-        self.owned, self.is_over = owned, False
-        self.faults = page_faults() if nbytes >= LARGE else -1
+        self.owned, self.is_over, self.faults = owned, False, -1
+        if nbytes >= LARGE:
+            self.faults = page_faults()
         segment.leases[loan] = (offset, nbytes)
 
     def is_changed(self) -> bool:
@@ -172,6 +175,8 @@ class Lease:
         return is_changed
 
     def __del__(self) -> None:
+        if not hasattr(self, "faults"):  # it was interrupted while it was made
+            return
         try:
             self.segment.end_lease(self)
         except BaseException as error:  # of a handler of signals, which comes in the middle of anything

@@ -10,6 +10,7 @@ import stat
 
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
+from gradwire_wire.interruption import came_from_handler, came_from_system
 from gradwire_wire.machine import longest_file, read_memory
 from gradwire_wire.segments.system import FALLOC_KEEP_SIZE_PUNCH_HOLE, libc
 
@@ -54,10 +55,11 @@ def memory_file(name: str, nbytes: int, folder: str | None) -> tuple[int, str]:
             fd = _create_memfd(name) if is_memfd else _nameless_file(folder)
             os.ftruncate(fd, nbytes)
             return fd, "; ".join(reasons)
-        except (AttributeError, OSError, OverflowError) as error:
+        except BaseException as error:
+            is_handlers = came_from_handler(error, 0 if fd >= 0 else 1)
             if fd >= 0:
                 os.close(fd)
-            if isinstance(error, OverflowError):
+            if not isinstance(error, AttributeError) and (is_handlers or not isinstance(error, OSError)):
                 raise
             if getattr(error, "errno", None) == errno.EFBIG:
                 raise MemoryExhaustedError(
@@ -80,7 +82,10 @@ def _nameless_file(folder: str | None) -> int:
             raise
     import tempfile  # rarely needed, and `import gradwire` is to cost little
 
-    fd, path = tempfile.mkstemp(prefix="segment-", dir=folder)
+    try:
+        fd, path = tempfile.mkstemp(prefix="segment-", dir=folder)
+    except OSError as error:
+        raise error.with_traceback(None) from None  # as if the system had been asked here
     os.unlink(path)
     return fd
 
@@ -102,6 +107,8 @@ def is_sealed_memory(fd: int, nbytes: int, what: str) -> bool:
         except OSError:
             seals = F_SEAL_SEAL  # not of a kind that has seals
     except OSError as error:
+        if not came_from_system(error):
+            raise
         raise ProtocolError(f"a received descriptor is no memory file: {error}") from error
     is_nameless = status.st_nlink == 0 and status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o077
     is_file = seals == F_SEAL_SEAL and is_nameless

@@ -7,6 +7,7 @@ import os
 from typing import Any, Sequence
 
 from gradwire_wire.errors import ProtocolError
+from gradwire_wire.interruption import came_from_system
 from gradwire_wire.segments.files import (
     SharingUnavailableError,
     is_sealed_memory,
@@ -80,6 +81,8 @@ class Ledger(Descriptor):
                     raise ProtocolError(f"a ledger must be a sealed memory file of {cls.ENTRIES} bytes")
                 ledger._share(sealed)
             except OSError as error:
+                if not came_from_system(error):
+                    raise
                 raise ProtocolError(f"a ledger cannot be mapped: {error}") from error
             finally:
                 ledger.close()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire_wire.errors import MemoryExhaustedError
+from gradwire_wire.interruption import came_from_system
 from gradwire_wire.segments.exporters import plain_exporter, span_exporter
 from gradwire_wire.segments.files import memory_file, seal, take_memory
 from gradwire_wire.segments.system import (
@@ -40,7 +41,7 @@ class OwnSegment(Descriptor):
             self.mapping = Mapping(self.fd, nbytes, mmap.MAP_SHARED)
         except BaseException as error:
             self.close()
-            if isinstance(error, (OSError, OverflowError)):
+            if isinstance(error, OverflowError) or (isinstance(error, OSError) and came_from_system(error)):
                 raise MemoryExhaustedError(
                     f"{nbytes} bytes of shared memory needed, the system refused: {error}"
                 ) from error

@@ -6,6 +6,7 @@ import mmap
 from typing import Any
 
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError
+from gradwire_wire.interruption import came_from_system
 from gradwire_wire.segments.borrowed import ForeignSegment
 from gradwire_wire.segments.exporters import plain_exporter
 from gradwire_wire.segments.own import OwnSegment
@@ -37,6 +38,8 @@ class SharedPage:
         try:
             mapping = Mapping(segment.fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
+            if not came_from_system(error):
+                raise
             raise MemoryExhaustedError(
                 f"{nbytes} bytes of address space needed for a lane: {error}"
             ) from error
