@@ -145,6 +145,8 @@ class Functional:
             warn_of_regularizers(remote)
         self.handle = FunctionalHandle(remote.handle, buffers, training, trainable)
         self._caches = self.handle.share_caches()
+        if trainable is None:  # at once, for what has no parameters yet says so
+            self.handle._there()
 
     def frozen(self) -> list[str]:
         """The parameters that `Remote.requires_grad_` has frozen, or the module itself."""

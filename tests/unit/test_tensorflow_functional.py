@@ -328,7 +328,7 @@ def test_what_is_wrong_with_the_given_values_is_said() -> None:
     unbuilt = engine.program(keras.Sequential([keras.layers.Dense(2)]), is_module=True)
     site, leaves = site_of([{name: value}, tf.constant(X)], training=False)
     with pytest.raises(UsageError, match="none yet: call it once"):
-        unbuilt.functional(False).run(site, (), leaves)
+        unbuilt.functional(False, trainable=True).run(site, (), leaves)
     function = engine.program(lambda x: x, is_module=False)
     with pytest.raises(UsageError, match="has no variables"):
         function.functional(False)

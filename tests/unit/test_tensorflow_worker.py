@@ -589,7 +589,7 @@ def test_what_is_built_at_its_first_call_is_as_in_one_process(first: str, make: 
     """Also its gradients: a trace that is stopped in the middle would leave it half built, and none would reach its weights."""
     program, x = engine.program(make(), is_module=True), tf.ones((4, 3))
     site = site_of(1, training=program.training, accumulate=True)
-    assert not program.state_dict()
+    assert not program.parameters()
     if first == "run":
         close(program.run(site, (), [x])[0], [tf.fill((4, 2), 3.0)])
     elif first == "spec":
@@ -846,6 +846,45 @@ def test_an_unbuilt_model_gets_the_weights_of_a_local_first_call(first: str, com
     twin = unbuilt()
     same(program.run(site, (), [x]).tensors, [twin(x)])
     assert variables_of(model) == variables_of(twin) and len(program.parameters()) == 4
+
+
+@pytest.mark.parametrize("kind", ["Sequential", "a built part and one to come", "tf.Module"])
+def test_a_model_that_awaits_weights_has_no_state_to_be_taken_for_all_of_it(kind: str) -> None:
+    class Head(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            self.head = keras.layers.Dense(2)
+
+        def call(self, x: Any) -> Any:
+            return self.head(self.body(x))
+
+    class Plain(tf.Module):
+        def __init__(self) -> None:
+            self.layer = keras.layers.Dense(2)
+
+        def __call__(self, x: Any) -> Any:
+            return self.layer(x)
+
+    make = {"Sequential": lambda: keras.Sequential([keras.layers.Dense(2)]), "tf.Module": Plain}.get(
+        kind, Head
+    )
+    program = engine.program(make(), is_module=True)
+    asked = [program.state_dict, lambda: program.functional(False), lambda: program.requires_grad(False, [])]
+    for ask in asked:
+        with pytest.raises(UsageError, match=r"makes weights when it is first called.*keras\.Input"):
+            ask()
+    program.run(site_of(1), (), [tf.ones((1, 3))])
+    for ask in asked:
+        ask()
+    assert len(program.state_dict()) == 2 + 2 * (kind.startswith("a"))
+
+
+def test_a_model_of_built_parts_awaits_no_weights() -> None:
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Activation("relu")])
+    assert not model.built and len(engine.program(model, is_module=True).state_dict()) == 2
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------

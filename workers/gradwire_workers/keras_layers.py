@@ -17,6 +17,7 @@ from gradwire_wire.structures import flatten
 
 __all__ = [
     "MASKS",
+    "awaits_weights",
     "called_in_layer",
     "carries_state",
     "derived_anew",
@@ -54,6 +55,23 @@ def listed(layer: Any, attribute: str) -> list[Any]:
         return list(getattr(layer, attribute, ()))
     except ValueError:  # Keras 2, about a model that has not been called yet
         return []
+
+
+def awaits_weights(layer: Any) -> bool:
+    """Whether it was never called, and some part of it makes its weights then."""
+    return not getattr(layer, "built", True) and any(
+        not part.built and _makes_weights(part) for part in layer._flatten_layers()
+    )
+
+
+def _makes_weights(part: Any) -> bool:
+    """By a ``build`` of its own. (Keras's models only build what they have inside.)"""
+    build = type(part).build
+    only_builds_parts = build.__module__.startswith(_KERAS) and build.__qualname__ in _BUILD_PARTS
+    return not (getattr(build, "_is_default", False) or only_builds_parts)
+
+
+_BUILD_PARTS = ("Sequential.build", "Model.build")
 
 
 def rnn_states(layer: Any) -> list[Any]:

@@ -206,8 +206,12 @@ def _instead_of(x: Any) -> str:
         return "a shape can be sent as x.as_list()"
     if _shows_an_array(x) and _is_array_like(x):
         return "send numpy.asarray(x)"
-    if hasattr(type(x), "toarray"):  # scipy's sparse ones
-        return "send x.toarray(), or its parts"
+    for dense in ("toarray", "todense"):  # scipy's sparse ones, and JAX's
+        if hasattr(type(x), dense):
+            return f"send x.{dense}(), or its parts"
+    for pure in ("unfreeze", "to_pure_dict"):  # Flax's, whose dict() has more of them inside
+        if hasattr(type(x), pure):
+            return f"send x.{pure}()"
     if isinstance(x, Enum):
         return "send x.value"
     if isinstance(x, os.PathLike):

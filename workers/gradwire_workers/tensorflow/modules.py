@@ -10,7 +10,14 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import is_keras_layer, listed, rnn_states, stable_paths, weights_of
+from gradwire_workers.keras_layers import (
+    awaits_weights,
+    is_keras_layer,
+    listed,
+    rnn_states,
+    stable_paths,
+    weights_of,
+)
 from gradwire_workers.names import unique_names
 
 __all__ = ["Module", "built_outside", "problems_of_state", "resource_of", "value_of"]
@@ -115,6 +122,15 @@ class Module:
             raise UsageError(
                 f"a {type(self.target).__qualname__} has no variables, modes or optimizers that can be seen: only a Keras "
                 "layer or model, a tf.Module or an object with trainable_variables has. Return one from the factory"
+            )
+
+    def check_weights(self) -> None:
+        """Raises UsageError where there will be weights that are not there yet: a state without them would be taken for all of it."""
+        self.check_state()
+        if any(map(awaits_weights, self.layers())) and (self.is_keras or not self.named()):
+            raise UsageError(
+                f"a {type(self.target).__qualname__} makes weights when it is first called, and was not: call it once with an example, or "
+                "have its factory make them (begin with keras.Input, or call build(shape))"
             )
 
     def check_mode(self, mode: bool) -> None:

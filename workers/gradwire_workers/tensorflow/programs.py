@@ -139,6 +139,7 @@ class TensorFlowProgram(Program):
         return _values(self._module.rest())
 
     def state_dict(self) -> dict[str, Any]:
+        self._module.check_weights()
         return _values(self._module.named())
 
     def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> None:
@@ -155,7 +156,7 @@ class TensorFlowProgram(Program):
         return {name: self._gradients.get(name) for name in self._module.trainable()}
 
     def requires_grad(self, flag: bool, names: Sequence[str]) -> None:
-        self._module.check_state()
+        self._module.check_weights()
         self._frozen = [
             n
             for n in self._module.trainable()
@@ -179,6 +180,10 @@ class TensorFlowProgram(Program):
     def functional(
         self, buffers: bool, training: bool | None = None, trainable: bool | None = None
     ) -> TensorFlowFunctional:
+        if (
+            trainable is None
+        ):  # a Keras layer of the caller's has its weights made, too, when it is first called
+            self._module.check_weights()
         self._module.check_state()
         return TensorFlowFunctional(self, self._module, buffers, training, trainable)
 
