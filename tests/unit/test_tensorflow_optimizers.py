@@ -174,7 +174,12 @@ def test_a_schedule_begins_when_it_is_given_and_goes_on_where_a_state_says(progr
     optimizer.schedule(keras.optimizers.schedules.ExponentialDecay, options)
     train(program, optimizer, 2, 1)
     other = scheduled()
-    other.load_state_dict(optimizer.state_dict())
+    state = optimizer.state_dict()
+    (group,) = state["groups"]
+    numbers = {name: tf.constant(x, tf.float64) for name, x in group["options"].items()}  # as from a file
+    other.load_state_dict(
+        {"groups": [{**group, "options": numbers}], "scheduled": tf.constant(state["scheduled"])}
+    )
     assert_agree(train(program, other, 3, 3), wanted)
     with pytest.raises(UsageError, match="follows a schedule"):
         other.set({"learning_rate": 0.5})

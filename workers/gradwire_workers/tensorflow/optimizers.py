@@ -276,7 +276,7 @@ class TensorFlowOptimizer:
 
     def load_state_dict(self, state: Any) -> None:
         self._build()
-        self._check_state(state)
+        state = self._checked_state(state)
         for group, given in zip(self._groups, state["groups"]):
             for name, variable in group.variables().items():
                 variable.assign(given["variables"][name])
@@ -284,10 +284,11 @@ class TensorFlowOptimizer:
             if self._schedule is None and _LEARNING_RATE in given["options"]:
                 group.set_learning_rate(given["options"][_LEARNING_RATE])
         if self._schedule is not None:
-            self._scheduled = state["scheduled"]
+            self._scheduled = int(state["scheduled"])
             self._follow()
 
-    def _check_state(self, state: Any) -> None:
+    def _checked_state(self, state: Any) -> dict[str, Any]:
+        """With its numbers as such, of which files of the caller's may have made tensors."""
         if not isinstance(state, dict) or set(state) != {"groups", "scheduled"}:
             raise self._refused(f"the state of an optimizer is what its state_dict() gave, not {state!r:.80}")
         if len(state["groups"]) != len(self._groups):
@@ -298,11 +299,13 @@ class TensorFlowOptimizer:
             raise self._refused(
                 "one has a schedule and the other has not: call schedule() as before it was taken"
             )
-        for group, given in zip(self._groups, state["groups"]):
+        groups = [{**g, "options": {n: _plain(x) for n, x in g["options"].items()}} for g in state["groups"]]
+        for group, given in zip(self._groups, groups):
             problems = problems_of_state(group.variables(), given["variables"], True)
             if problems:
                 raise self._refused("; ".join(problems))
             group.check_options({n: x for n, x in given["options"].items() if n != _LEARNING_RATE})
+        return {"groups": groups, "scheduled": _plain(state["scheduled"])}
 
     def _refused(self, why: str) -> UsageError:
         return UsageError(
@@ -333,6 +336,9 @@ def _learning_rate(schedule: Any, step: int) -> float:
 
 
 def _plain(x: Any) -> Any:
+    """A number as Python's; anything else as it is."""
+    if tf.is_tensor(x) and x.shape.rank == 0:
+        x = x.numpy()
     return x.item() if isinstance(x, np.generic) else x
 
 

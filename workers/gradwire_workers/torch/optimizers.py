@@ -198,6 +198,8 @@ class TorchOptimizer:
 
     def load_state_dict(self, state: Any) -> None:
         self._check_state(state)
+        state = self._as_own(state)
+        self._check_moments(state)
         before = deepcopy(self.state_dict())
         try:
             self._load(state)
@@ -208,7 +210,8 @@ class TorchOptimizer:
             ) from error
 
     def _check_state(self, state: Any) -> None:
-        if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        is_state = isinstance(state, dict) and isinstance(state.get("state"), dict)
+        if not is_state or any("params" not in group for group in state.get("param_groups", [{}])):
             raise UsageError(
                 f"{self._name}: nothing was loaded. The state of an optimizer is what its state_dict() gave, a dict with "
                 f"'state', 'param_groups' and 'schedules', not {state!r:.80}"
@@ -219,7 +222,24 @@ class TorchOptimizer:
                 f"{self._name}: nothing was loaded. The state has {len(schedules)} schedules and this optimizer "
                 f"{len(self._schedules)}; call schedule() as before the state was taken, then load it"
             )
-        self._check_moments(state)
+
+    def _as_own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state as `state_dict` gives it, whatever a file of the caller's has made of numbers: tensors, or of keys texts.
+
+        torch would take parameters whose numbers it does not find for ones without moments.
+        """
+        own = self.state_dict()
+        groups = _as_in(own["param_groups"], state["param_groups"])
+        for group in groups:
+            group["params"] = list(map(int, group["params"]))
+        numbers = {number for group in groups for number in group["params"]}
+        moments = {int(n) if str(n) in map(str, numbers) else n: x for n, x in state["state"].items()}
+        strange = [n for n in moments if n not in numbers and str(n).isdigit()]
+        if strange:
+            raise UsageError(
+                f"{self._name}: nothing was loaded. The state has moments of parameter {strange[0]}, and its groups have no such one"
+            )
+        return {**state, "state": moments, "param_groups": groups}
 
     def _check_moments(self, state: dict[str, Any]) -> None:
         """Shapes: torch would take any, and fail at the next step."""
@@ -241,7 +261,7 @@ class TorchOptimizer:
             if missing:
                 raise ValueError(f"It has no option {', '.join(missing)}")
         for schedule, values in zip(self._schedules, state.get("schedules", [])):
-            schedule.load_state_dict(_with_counts_as_in(schedule.state_dict(), values))
+            schedule.load_state_dict(_as_in(schedule.state_dict(), values))
 
 
 @lru_cache(maxsize=64)
@@ -301,14 +321,20 @@ def _with_plain_counts(state: Any) -> Any:
     return list(map(_with_plain_counts, state)) if type(state) is list else state
 
 
-def _with_counts_as_in(own: Any, given: Any) -> Any:
-    """The inverse, where ``own`` is the state of a schedule made alike."""
-    if isinstance(own, Counter) and isinstance(given, dict):
-        return Counter(given)
-    if isinstance(own, dict) and isinstance(given, dict):
-        return {name: _with_counts_as_in(own.get(name), x) for name, x in given.items()}
-    if isinstance(own, list) and isinstance(given, list) and len(own) == len(given):
-        return list(map(_with_counts_as_in, own, given))
+def _as_in(own: Any, given: Any) -> Any:
+    """A tree with its numbers as in its kin: not as tensors, nor as texts where they are keys; with tuples for lists and counters for dicts."""
+    if isinstance(given, torch.Tensor) and not isinstance(own, torch.Tensor):
+        return given.item() if given.dim() == 0 else given
+    if isinstance(given, dict):
+        kin = own if isinstance(own, dict) else {}
+        are_numbers = bool(kin) and all(isinstance(name, int) for name in kin)
+        names = [int(n) if are_numbers and isinstance(n, str) and n.isdigit() else n for n in given]
+        made = {name: _as_in(kin.get(name), x) for name, x in zip(names, given.values())}
+        return Counter(made) if isinstance(own, Counter) else made
+    if isinstance(given, (list, tuple)):
+        is_alike = isinstance(own, (list, tuple)) and len(own) == len(given)
+        items = [_as_in(*pair) for pair in zip(own if is_alike else [None] * len(given), given)]
+        return tuple(items) if isinstance(own, tuple) else items
     return given
 
 
