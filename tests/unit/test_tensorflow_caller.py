@@ -576,10 +576,20 @@ def test_calls_happen_as_often_and_in_the_order_written(remote: Callable[..., Re
 
 def test_tape_of_eager_calls_used_in_a_function(remote: Callable[..., Remote]) -> None:
     r, x, w = remote(THERE["f"], stateful=True), constant(4), constant(4, 4)
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch([x, w])
-        loss = loss_of(r)(x, w)
-    equal(function(lambda: tape.gradient(loss, [x, w]))(), first_order(HERE["f"], x, w))
+
+    def pulled() -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch([x, w])
+            loss = loss_of(r)(x, w)
+        return function(lambda: tape.gradient(loss, [x, w])).get_concrete_function()
+
+    graph = pulled()
+    gc.collect()
+    assert r.alive == 1  # by the graph, which alone has the token now
+    equal(graph(), first_order(HERE["f"], x, w))
+    del graph
+    gc.collect()
+    assert r.alive == 0
 
 
 # ---- Modules whose parameters the worker owns -------------------------------------------------------------------------

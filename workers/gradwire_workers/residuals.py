@@ -44,7 +44,6 @@ class Residuals:
         self._limit = limit
         self._first = self._next = first % TOKENS
         self._fresh, self._pulled = _Shelf(), _Shelf()
-        self.evicted = 0
 
     def __len__(self) -> int:
         return len(self._fresh.kept) + len(self._pulled.kept)
@@ -91,7 +90,7 @@ class Residuals:
         if token in self._fresh.kept:
             self._pulled.put(token, *self._fresh.take(token))
             while self._pulled.nbytes > self._limit // PULLED_SHARE and len(self._pulled.kept) > 1:
-                self._drop_oldest(self._pulled)
+                self._pulled.take(next(iter(self._pulled.kept)))
 
     def release(self, tokens: Iterable[int], owner: bytes) -> None:
         """Their owner will not name them again; others' tokens are left alone."""
@@ -113,13 +112,9 @@ class Residuals:
 
     def _evict(self) -> None:
         while self.nbytes > self._limit and self._pulled.kept:
-            self._drop_oldest(self._pulled)
+            self._pulled.take(next(iter(self._pulled.kept)))
         while self.nbytes > self._limit and len(self._fresh.kept) > 1:
-            self._drop_oldest(self._fresh)
-
-    def _drop_oldest(self, shelf: _Shelf) -> None:
-        shelf.take(next(iter(shelf.kept)))
-        self.evicted += 1
+            self._fresh.take(next(iter(self._fresh.kept)))
 
 
 class _Shelf:

@@ -141,7 +141,7 @@ def _operation(
     held = token if isinstance(token, _Token) else None
     named = token if tf.is_tensor(token) else tf.constant(held.number if held else 0, tf.int64)
     dtypes = [tf.as_dtype(a.dtype.name) for a in avals]
-    call = _Call(fn, avals, _host(fn, fn.structure, avals, held))
+    call = _Call(fn, avals, _host(fn, fn.structure, avals), held)
     hold(call)
     entry = _Entry(next(_marks), call)
     inputs = [tf.constant(entry.mark, tf.int64), named, *operands]
@@ -159,13 +159,15 @@ _marks = itertools.count(secrets.randbits(62))
 class _Call:
     """One operation: the function it derives, what its results were traced as, the host function that calls the worker.
 
-    rule: of the node around it, for which it is there as well.
+    held: an eager token in the graph, which is alive as long as that. rule: of the node around it, for which it is there as well.
     """
 
     rule: object = None
 
-    def __init__(self, fn: Derived, avals: Sequence[StaticAval], host: Callable[..., Any]) -> None:
-        self.fn, self.avals, self.host = fn, avals, host
+    def __init__(
+        self, fn: Derived, avals: Sequence[StaticAval], host: Callable[..., Any], held: _Token | None
+    ) -> None:
+        self.fn, self.avals, self.host, self.held = fn, avals, host, held
 
     def set_shapes(self, tensors: Sequence[Any]) -> None:
         """Of results, or of cotangents of them, some of which may be None."""
@@ -226,18 +228,13 @@ def _refused_when_run(tensors: Sequence[Any]) -> list[Any]:
         return [tf.identity(x) for x in tensors]
 
 
-def _host(
-    fn: Derived, structure: bytes, avals: Sequence[StaticAval], held: _Token | None
-) -> Callable[..., list[Any]]:
-    """What the graph calls when it runs, in a thread of TensorFlow's.
-
-    structure, avals: what the graph was traced with. held: an eager token in it, alive as long as the graph.
-    """
+def _host(fn: Derived, structure: bytes, avals: Sequence[StaticAval]) -> Callable[..., list[Any]]:
+    """What the graph calls when it runs, in a thread of TensorFlow's. structure, avals: what the graph was traced with."""
 
     def host(token: Any, *arrays: np.ndarray) -> list[Any]:
         outcome = fn.invoke([numpy_tensors.export(np.asarray(x)) for x in arrays], int(token))
         if outcome.structure != structure and not fn.word:
-            raise _other_result(fn, held, "another result tree")
+            raise _other_result(fn, "another result tree")
         results = []
         for i, (carrier, known) in enumerate(zip(outcome.carriers, avals, strict=True)):
             if carrier is None:
@@ -246,16 +243,14 @@ def _host(
             if carrier.dtype != known.dtype or not tf.TensorShape(known.shape).is_compatible_with(
                 carrier.array.shape
             ):
-                raise _other_result(
-                    fn, held, f"result {i} as {carrier.dtype.name} of shape {carrier.array.shape}"
-                )
+                raise _other_result(fn, f"result {i} as {carrier.dtype.name} of shape {carrier.array.shape}")
             results.append(numpy_tensors.adopt(carrier))
         return [*results, np.int64(outcome.token)]
 
     return host
 
 
-def _other_result(fn: Derived, held: _Token | None, what: str) -> UsageError:
+def _other_result(fn: Derived, what: str) -> UsageError:
     return UsageError(
         f"{fn.handle.name}: the worker gave {what}, which is not what this tf.function was traced with. If it depends "
         "on values, call it outside of the tf.function; if options(out_spec=...) said so, correct that"

@@ -41,7 +41,7 @@ class RunPlan:
         if not self._word:
             return self._function.settled(results)
         if len(self._word) == 1 and self._word[0][0] == "T":
-            return unused_as_none(self._function, self._word[0][1], operands, results)
+            return unused_as_none(self._function, self._word[0][1], results)
         return results
 
 
@@ -102,7 +102,7 @@ class KeepPlan:
             compiled = self._pullbacks[wrt, axes] = jax.jit(self._pullback(wrt, axes))
         bars = compiled(leaves, tuple(linear))
         _wait_ready(self._function, bars)
-        return list(bars) if self._word else unused_as_none(self._function, wrt, self._signature, bars)
+        return list(bars) if self._word else unused_as_none(self._function, wrt, bars)
 
     def _evaluate(self, consts: list[Any], operands: tuple[Any, ...]) -> Any:
         call = self._function.call if self._word or self.axes is not None else self._function.forward
@@ -158,9 +158,7 @@ def _place_of(
     return Leaf(OWN, len(own) - 1)
 
 
-def unused_as_none(
-    function: Traced, wrt: tuple[int, ...], operands: Sequence[Any], bars: Sequence[Any]
-) -> list[Any]:
+def unused_as_none(function: Traced, wrt: tuple[int, ...], bars: Sequence[Any]) -> list[Any]:
     """The pullback's results of F itself, None for operands that no inexact result depends on."""
     return [bar if function.used[i] else None for i, bar in zip(wrt, bars)]
 
