@@ -756,7 +756,7 @@ def test_a_graph_of_another_process_calls_nothing_here(remote: Callable[..., Rem
         if node.op == "Const" and node.attr["value"].tensor.int64_val
     ]
     assert len({m for m in marks if m}) == 2
-    call = nodes._Call(None, [], lambda *arrays: arrays)
+    call = nodes._Call(None, [], lambda *arrays: arrays, None)
     host = nodes._Entry(marks[0], call)
     assert host(np.int64(marks[0]), 1, 2) == (1, 2)
     with pytest.raises(UsageError, match="saved in another process"):
