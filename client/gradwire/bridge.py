@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradwire.broker_link import BrokerLink
+from gradwire.exits import end_daemon
 from gradwire.families import barrier
 from gradwire.greenlets import check_none
 from gradwire.lines import lanes_wanted
@@ -200,6 +201,7 @@ class Bridge:
                 "this bridge belongs to the parent process; a forked child calls gradwire.connect() itself"
             )
         if self._closed:
+            end_daemon()
             raise ClosedError("this bridge was closed; call gradwire.connect() again")
 
     def __getitem__(self, name: str) -> Worker:

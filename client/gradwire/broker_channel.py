@@ -17,7 +17,7 @@ import queue
 from typing import TYPE_CHECKING, Any
 
 from gradwire.broker_news import BrokerNews
-from gradwire.exits import open_channels
+from gradwire.exits import end_daemon, open_channels
 from gradwire.link_thread import LinkThread, print_error
 from gradwire.orphans import end_orphans
 from gradwire.worker_output import Screen
@@ -87,6 +87,7 @@ class BrokerChannel:
         """Raises ForkedError, ClosedError, or ConnectError where the broker is gone."""
         self.check_process()
         if self._closed:
+            end_daemon()
             raise ClosedError("the bridge is closed; connect anew")
         if not self.news.broker_alive:
             raise ConnectError(self.news.broker_gone("nothing can be asked of it"))

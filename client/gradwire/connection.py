@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.answers import check_results
 from gradwire.broker_link import BrokerLink
 from gradwire.endings import error_of, was_lost, without_frames
+from gradwire.exits import end_daemon
 from gradwire.handshake import Ask, shake_hands
 from gradwire.inquiry import inquiry_about
 from gradwire.life import Life, TetherWatch
@@ -32,7 +33,7 @@ from gradwire.worker_records import WorkerFacts
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.chain import check_not_in_chain, serving
-from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError
+from gradwire_wire.errors import ClosedError, DeadlineError, GradwireError, ProtocolError
 from gradwire_wire.exchange import Ended, Exchange, Memory, NotShared
 from gradwire_wire.lane import TooLong
 from gradwire_wire.messages import Done, Failed
@@ -113,7 +114,16 @@ class Connection:
 
         make(call_id, headers): the message. Blocks at most ``timeout_s`` (None: until the worker answers or dies).
         """
-        self.life.check_usable()
+        try:
+            self.life.check_usable()
+            return self._request_noted(make, carriers, timeout_s)
+        except ClosedError:
+            end_daemon()
+            raise
+
+    def _request_noted(
+        self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None
+    ) -> tuple[Done, Sequence[bytes]]:
         try:
             return self._request(make, carriers, timeout_s)
         except GradwireError as error:

@@ -10,12 +10,13 @@ import numpy as np
 
 from gradwire.answers import check_count, check_like
 from gradwire.derived import moved
+from gradwire.exits import end_daemon
 from gradwire.families import family_of, tensors_named, untraced
 from gradwire.handle import Handle
 from gradwire.site import Outcome, Site
 from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
-from gradwire_wire.errors import DtypeError, ResidualLostError, UsageError
+from gradwire_wire.errors import ClosedError, DtypeError, ResidualLostError, UsageError
 from gradwire_wire.structures import fill, fill_leaves_only, leaf_paths, leaves_like
 
 __all__ = ["Pullback", "jvp", "vjp"]
@@ -29,7 +30,7 @@ def vjp(handle: Handle, site: Site, family: str, carriers: list[Carrier]) -> tup
             f"{handle.name} {handle.state_moves}: to recompute its forward at the pullback would move its state twice "
             f"and draw other random numbers. Use residuals='keep'{', or eval() it' if handle.training else ''}"
         )
-    outcome = handle.invoke(site, (), carriers, keep=messages.KEEP_NOTHING if recompute else messages.KEEP)
+    outcome = _ask(handle, site, (), carriers, keep=messages.KEEP_NOTHING if recompute else messages.KEEP)
     pullback = Pullback(
         handle, site, family, carriers, outcome
     )  # first: it gives the token back if the next fails
@@ -86,7 +87,8 @@ class Pullback:
         moving = [(shape, dtype) for shape, dtype in self._results if dtype.is_inexact]
         word = (("T", self._wrt, len(cotangents)),)
         try:
-            outcome = self._handle.invoke(
+            outcome = _ask(
+                self._handle,
                 self._site,
                 word,
                 [*self._primals, *[c or _zeros(*r) for c, r in zip(cotangents, moving, strict=True)]],
@@ -133,9 +135,9 @@ def jvp(handle: Handle, site: Site, family: str, carriers: list[Carrier], tangen
     dots = [
         _like(given[i], carriers[i].array.shape, carriers[i].dtype, f"the tangent of {paths[i]}") for i in wrt
     ]
-    outcome = handle.invoke(site, (), carriers, keep=messages.KEEP)
+    outcome = _ask(handle, site, (), carriers, keep=messages.KEEP)
     try:
-        moved = handle.invoke(site, (("J", wrt),), [*carriers, *dots], token=outcome.token)
+        moved = _ask(handle, site, (("J", wrt),), [*carriers, *dots], token=outcome.token)
     finally:
         handle.release(outcome.token)
     adopt = tensors_named(family).adopt
@@ -148,6 +150,15 @@ def jvp(handle: Handle, site: Site, family: str, carriers: list[Carrier], tangen
     out_dot = [_dot(next(it), c) if c.dtype.is_inexact else None for c in leaves]
     out = fill(outcome.structure, outcome.adopted(adopt))
     return out, fill_leaves_only(outcome.structure, [None if c is None else adopt(c) for c in out_dot])
+
+
+def _ask(handle: Handle, *call: Any, **options: Any) -> Outcome:
+    """`Handle.invoke`, for the thread that wants the result."""
+    try:
+        return handle.invoke(*call, **options)
+    except ClosedError:
+        end_daemon()
+        raise
 
 
 def _dot(carrier: Carrier | None, like: Carrier) -> Carrier:

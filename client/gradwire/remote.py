@@ -207,7 +207,11 @@ class Remote:
         """``await remote.aio(x)``: the event loop goes on meanwhile."""
         import asyncio  # here, for it takes longer than all of ours
 
-        return await asyncio.wrap_future(submit(self, args, kwargs, may_wait=False))
+        try:
+            return await asyncio.wrap_future(submit(self, args, kwargs, may_wait=False))
+        except ClosedError:
+            end_daemon()
+            raise
 
     def options(self, **changes: Any) -> Remote:
         """A new proxy of the same remote thing.

@@ -224,12 +224,13 @@ def test_r53_in_the_middle_of_a_call(run: Callable[..., Any]) -> None:
 
 def test_r53_daemon_threads_that_call_at_the_exit_say_nothing(run: Callable[..., Any]) -> None:
     one = run("""
-import threading
+import asyncio, threading
 def call(way, started):
     way()
     started.release()
     while True: way()
-ways = [lambda: double(x), lambda: double(x.repeat(20_000)), lambda: double.submit(x).result()]
+ways = [lambda: double(x), lambda: double(x.repeat(20_000)), lambda: double.submit(x).result(),
+        lambda: worker.function("targets:double"), lambda: asyncio.run(double.aio(x))]
 started = threading.Semaphore(0)
 for way in ways: threading.Thread(target=call, args=(way, started), daemon=True).start()
 for way in ways: started.acquire()

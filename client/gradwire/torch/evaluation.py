@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from gradwire.derived import Derived
+from gradwire.exits import end_daemon
 from gradwire.torch.tokens import named_by, token_tensor
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
+from gradwire_wire.errors import ClosedError
 from gradwire_wire.messages import KEEP_ROWS
 from gradwire_wire.tensors.torch import adopt, aval, export, torch_dtype
 
@@ -29,12 +31,18 @@ def evaluate(fn: Derived, token: Any, operands: Sequence[Any]) -> tuple[list[Any
     this process and writable. Raises what `Handle.invoke` raises.
     """
     name = named_by(token)
+    carriers: Sequence[Carrier]
     if type(name) is not int or name:
-        outcome = fn.invoke(_Exported(operands), name)
+        carriers = _Exported(operands)
     elif fn.site.anchored:
-        outcome = fn.invoke([_ANCHOR, *map(export, operands[1:])], name)
+        carriers = [_ANCHOR, *map(export, operands[1:])]
     else:
-        outcome = fn.invoke(list(map(export, operands)), name)
+        carriers = list(map(export, operands))
+    try:
+        outcome = fn.invoke(carriers, name)
+    except ClosedError:
+        end_daemon()  # in a backward pass there is nobody of ours around it
+        raise
     if fn.only_accumulates:
         return [None], None
     results = outcome.adopted(adopt)
