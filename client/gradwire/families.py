@@ -27,6 +27,7 @@ __all__ = [
     "family_of_call",
     "in_callers_modes",
     "is_leaf",
+    "is_tracing",
     "naming",
     "tensors_named",
     "untraced",
@@ -177,10 +178,17 @@ def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:
 
 def barrier() -> None:
     """Wait until what compiled programs have dispatched has reached its worker, in every family in use."""
-    for name in FAMILIES:
-        face = sys.modules.get(f"gradwire.{name}")
-        wait = (
-            None if face is None else vars(face).get("barrier")
-        )  # asked for, it would be looked for everywhere
-        if wait is not None:
-            wait()
+    for wait in _offered("barrier"):
+        wait()
+
+
+def is_tracing() -> bool:
+    """Whether a program is being traced here, in any family in use: what is done now is not done when it runs."""
+    return any(asked() for asked in _offered("is_tracing"))
+
+
+def _offered(name: str) -> list[Any]:
+    """What has this name in the faces that are in use."""
+    faces = [sys.modules.get(f"gradwire.{family}") for family in FAMILIES]
+    # (asked for as an attribute, it would be looked for everywhere)
+    return [vars(face)[name] for face in faces if face is not None and name in vars(face)]

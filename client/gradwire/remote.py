@@ -25,6 +25,7 @@ from gradwire.families import (
     family_of,
     family_of_call,
     is_leaf,
+    is_tracing,
     naming,
     tensors_named,
     untraced,
@@ -50,6 +51,21 @@ if TYPE_CHECKING:
 __all__ = ["Remote"]
 
 MAX_SITES = 1024
+_ACTING = frozenset(
+    [
+        "train",
+        "requires_grad",
+        "load_state_dict",
+        "load",
+        "save",
+        "step",
+        "zero_grad",
+        "set",
+        "schedule",
+        "load_optimizer_state",
+    ]
+)
+"""Verbs that are asked for what they do, and not for what they give."""
 _PLAIN = frozenset((int, bool, str, type(None)))
 """Types whose values are alike where they are equal and of one type (numbers with a point are not: there is a zero below zero)."""
 
@@ -325,6 +341,7 @@ class Remote:
         self, number: int, clip_norm: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """See `Optimizer.minimize`."""
+        self._check_that_it_happens("minimize")
         self._check_of_constants(args, kwargs)
         site, family, carriers = self._exported(args, kwargs, accumulate=True)
         self._drain()
@@ -342,6 +359,15 @@ class Remote:
                 "it, or call the module, then backward(), step() and zero_grad()"
             )
 
+    def _check_that_it_happens(self, verb: str) -> None:
+        """UsageError where a program is traced: it would be done now, once, and never when that runs."""
+        if is_tracing():
+            raise UsageError(
+                f"{verb} of {self.handle.name} inside a function that is being traced (jax.jit, lax.scan, tf.function, model.fit) would be "
+                "done once, now, and not when the compiled program runs. Make it outside, behind the compiled step; a Keras model trains with "
+                "run_eagerly=True"
+            )
+
     def _drain(self) -> None:
         """Or what is asked next would overtake what a compiled program has dispatched, and what was submitted."""
         barrier()
@@ -350,6 +376,8 @@ class Remote:
 
     @untraced
     def _change(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        if verb in _ACTING:
+            self._check_that_it_happens(verb)
         self._drain()
         if not kwargs and _PLAIN.issuperset(map(type, args)):
             structure, given = _structure_of(*args), []

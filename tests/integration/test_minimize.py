@@ -280,3 +280,64 @@ def test_by_each_line_and_after_a_restart(
         with pytest.raises(gw.UsageError, match="former life"):
             optimizer.minimize(X, Y)
         assert net.buffers()["calls"] == 0
+
+
+@pytest.mark.parametrize("compiler", ["jax.jit", "lax.scan", "tf.function"])
+def test_r41_what_would_be_done_only_while_a_program_is_traced_is_refused(
+    worker_of: Workers, compiler: str
+) -> None:
+    import jax
+    import tensorflow as tf
+
+    net = worker_of("torch").module("with_loss:make_torch", "float32")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    x, y = X.astype(np.float32), Y.astype(np.float32)
+    net.vjp(x, y)[1](1.0)
+    before = net.state_dict()
+    net.options(family="tensorflow" if compiler == "tf.function" else "jax")(x, y)  # so that it is in use
+    acts: dict[str, Callable[[], Any]] = {
+        "step": lambda: optimizer.step(),
+        "zero_grad": lambda: optimizer.zero_grad(),
+        "set": lambda: optimizer.set(lr=0.5),
+        "minimize": lambda: optimizer.minimize(x, y),
+        "train": lambda: net.eval(),
+        "load_state_dict": lambda: net.load_state_dict(before),
+        "requires_grad": lambda: net.requires_grad_(False),
+    }
+
+    def compiled(act: Callable[[], Any]) -> None:
+        def body(carry: Any, _: Any = None) -> Any:
+            act()
+            return carry, None
+
+        if compiler == "jax.jit":
+            jax.jit(lambda x: body(x)[0])(1.0)
+        elif compiler == "lax.scan":
+            jax.lax.scan(body, 1.0, None, length=3)
+        else:
+            tf.function(lambda x: body(x)[0], autograph=False)(tf.constant(1.0))
+
+    for verb, act in acts.items():
+        with pytest.raises(gw.UsageError, match=f"{verb} of .* would be done once, now"):
+            compiled(act)
+    assert all(g is not None for g in net.grads().values())
+    assert net.training
+    compiled(net.parameters)  # what is read is a constant of the program, as elsewhere
+
+
+def test_r41_eager_transforms_trace_nothing(worker_of: Workers) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    net = worker_of("torch").module("with_loss:make_torch", "float32")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    x, y = jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32)
+
+    def loss(scale: Any) -> Any:
+        return scale * optimizer.minimize(x, y)
+
+    first = jax.grad(loss)(1.0)
+    second = jax.vmap(loss)(jnp.ones(3))
+    third = jax.jit(lambda s: jax.pure_callback(lambda s: loss(s).astype(np.float32), s, s))(jnp.float32(1.0))
+    assert float(third) < float(second[0]) < float(first)
+    assert net.buffers()["calls"] == 3

@@ -637,6 +637,32 @@ def test_the_anchor_has_gradient_zero(remote: Callable[..., Remote]) -> None:
     equal(tape.gradient(y, anchor), tf.constant(0.0), EXACT)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_anchor_is_no_variable_of_the_function_that_needs_it_first(
+    remote: Callable[..., Remote], fails: bool
+) -> None:
+    """It was traced twice; and where its first trace failed, TensorFlow gave None ever after."""
+    gradwire.tensorflow._anchor.cache_clear()
+    r, traced = remote(module(), accumulate=True), 0
+
+    def forward(x: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        y = r(x)
+        if fails:
+            raise ValueError("bad 42")
+        return y
+
+    compiled = function(forward)
+    for i in range(3):
+        if fails:
+            with pytest.raises(ValueError, match="bad 42"):
+                compiled(constant(5, 4))
+        else:
+            assert compiled(constant(5, 4)).shape == (5, 2)
+        assert traced == (i + 1 if fails else 1)
+
+
 def test_gradient_penalty_reaches_the_parameters_once(remote: Callable[..., Remote]) -> None:
     there, here = module(), module()
     r, x = remote(there, accumulate=True), constant(5, 4)

@@ -6,6 +6,7 @@ how that node reaches the worker.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -126,6 +127,14 @@ def _check_result(handle: Handle, structure: bytes, i: int, aval: Aval) -> None:
 def _is_traced(arrays: Sequence[Any]) -> bool:
     """Whether a call now would be recorded rather than made."""
     return any(isinstance(x, jax.core.Tracer) for x in (*arrays, jnp.zeros(())))
+
+
+_is_clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", lambda: False)
+
+
+def is_tracing() -> bool:
+    """Whether what happens now happens while a program is traced, and not when it runs. (Eager transforms trace nothing.)"""
+    return not _is_clean() and _is_traced(())  # the former is a thousandth of the latter, and mostly enough
 
 
 def _call_now(handle: Handle, site: Site, arrays: Sequence[Any]) -> Any:

@@ -5,6 +5,7 @@ See `gradwire.tensorflow.nodes` for how a call becomes an operation of tapes and
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     return tree
 
 
+is_tracing = tf.inside_function
+"""Whether what happens now happens while a tf.function is traced, and not when it runs."""
+
+
 def _tensor(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         return tf.constant(numpy_tensors.adopt(numpy_tensors.export(x)))
@@ -59,6 +64,16 @@ def _anchor() -> Any:
 
     Every tape watches it as it would watch a local layer's variables. So a call has a differentiable operand
     even where it is the first stage, and pulling a loss back reaches the worker.
+
+    A tf.function would take it for its own, also in `tf.init_scope`: it would be traced a second time, and, where the first trace
+    fails, return None ever after. A thread is in no function.
     """
+    if not tf.inside_function():
+        return _new_anchor()
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(_new_anchor).result()
+
+
+def _new_anchor() -> Any:
     with tf.init_scope():
         return tf.Variable(0.0, trainable=True, dtype=tf.float32, name="gradwire_anchor")
