@@ -20,3 +20,21 @@ def make_encoder(seed=0):
         nn.Dropout(0.2),
         nn.Linear(64, 8),
     )
+
+
+class Scored(nn.Module):
+    """A classifier and what it is trained by. ``forward``: the loss, and the logits."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def make_classifier(seed=0):
+    """Signals (batch, 1, 16) and their labels (batch,) to loss and logits (batch, 2)."""
+    encoder = make_encoder(seed)
+    return Scored(nn.Sequential(encoder, nn.GELU(), nn.Linear(8, 2)))

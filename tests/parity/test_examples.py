@@ -74,6 +74,15 @@ def test_a_jax_model_as_a_keras_layer(worker_of: Any, example: Any) -> None:
     np.testing.assert_array_equal(layer(x, training=False), layer(x, training=False))
 
 
+def test_a_torch_classifier_is_trained_from_numpy_alone(worker_of: Any, example: Any) -> None:
+    classifier = worker_of("torch").module("models_torch:make_classifier")
+    losses, accuracy = example("torch_from_numpy").fit(classifier)
+    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:5])
+    assert accuracy > 0.8
+    _, logits = classifier(*example("torch_from_numpy").signals())
+    assert logits.shape == (48, 2)
+
+
 def test_a_torch_linear_as_apply_and_params(worker_of: Any, example: Any) -> None:
     import jax
     import torch
