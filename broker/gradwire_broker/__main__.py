@@ -65,7 +65,7 @@ def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder, umas
     try:
         broker.serve()
     finally:
-        broker.kill_all()
+        broker.abandon()
         time.sleep(LAST_MESSAGES_S)
     return 0
 

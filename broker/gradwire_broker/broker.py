@@ -7,6 +7,7 @@ polled; an idle broker sleeps.
     loop        the wait
     clients     who is attached, and what each is sent
     workforce   workers start, are restarted, end
+    remains     what workers leave behind ends, a moment later
     broker      here: whose broker it is, and who acts on which message
 """
 
@@ -85,13 +86,15 @@ class Broker:
         return address.rpartition(":")[0]
 
     def serve(self) -> None:
-        """Until it is over and no worker is left. Returns within seconds of the owner's end."""
-        while not self._over or (self._workforce and time.monotonic() < self._patience):
+        """Until it is over and no worker is left, nor what one has started. Returns within seconds of the owner's end."""
+        workforce = self._workforce
+        while not self._over or ((workforce or workforce.remains) and time.monotonic() < self._patience):
             self._loop.turn(self._wait_ms())
             self._keep_time()
 
     def _wait_ms(self) -> int | None:
-        dues = [due for worker in self._workforce if (due := worker.due()) is not None]
+        timed = *self._workforce, self._workforce.remains
+        dues = [due for one in timed if (due := one.due()) is not None]
         first = min((*dues, self._patience, self._roll.due()))
         left = min(control.LONGEST_S, first - time.monotonic())  # whatever a client has asked for
         return None if first == math.inf else max(0, int(1000 * left) + 1)
@@ -100,6 +103,7 @@ class Broker:
         now = time.monotonic()
         for worker in self._workforce:
             worker.advance(now)
+        self._workforce.remains.advance(now)
         self._roll.advance(now)
 
     # ---- Whose broker this is ----
@@ -134,6 +138,10 @@ class Broker:
         """It is over, at once."""
         self._over, self._patience = True, time.monotonic() + UNKILLABLE_S
         self._workforce.kill_all()
+
+    def abandon(self) -> None:
+        """Nobody looks after anything from now on. What is still there is killed."""
+        self._workforce.abandon()
 
     def heed_signals(self) -> None:
         """SIGTERM and its like end the broker in order."""

@@ -312,11 +312,9 @@ class Worker:
             self.kill()
 
     def kill(self) -> None:
-        """The process and all of its group, now. Their number cannot be another's: the process is not reaped yet."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
+        """Now; what it has started ends with it (see `gradwire_broker.remains`)."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            self._signal(signal.SIGKILL)
 
     def interrupt(self) -> None:
         """For the call that runs, if it was abandoned."""
@@ -337,11 +335,10 @@ class Worker:
         self._plan((0.5, self.kill))
 
     def finish(self) -> str:
-        """The pidfd is readable: end its group, reap it. Returns the last output.
+        """The pidfd is readable: reap it. Returns the last output.
 
         A grandchild may hold the output open for ever: what is in the pipe is read, its end is not waited for.
         """
-        self.kill()
         self.end = end_of(self._process.wait())
         text, _ = self.read()
         for descriptor in (self.output, self.pidfd):

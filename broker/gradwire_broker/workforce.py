@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from gradwire_broker import processors
 from gradwire_broker.clients import Clients, denied, is_far
 from gradwire_broker.loop import Loop
+from gradwire_broker.remains import Remains, signalled
 from gradwire_broker.reports import not_started
 from gradwire_broker.worker import CannotLaunch, Place, Worker
 from gradwire_wire import control
@@ -49,6 +51,7 @@ class Workforce:
     def __init__(self, terms: Terms, loop: Loop, clients: Clients) -> None:
         self._terms, self._loop, self._clients = terms, loop, clients
         self._workers: dict[bytes, Worker] = {}
+        self.remains = Remains()
         self._ended_workers: dict[str, Worker] = {}  # by name, the last one of each that ended
         self._restarts: dict[bytes, list[tuple[bytes, control.Restart]]] = {}
         self._deaths: dict[bytes, control.Died] = {}
@@ -207,6 +210,11 @@ class Workforce:
         for worker in self:
             worker.kill()
 
+    def abandon(self) -> None:
+        """Kill all that is there, whole groups, for nobody will see to what is left of them."""
+        for group in (*(worker.pid for worker in self), *self.remains):
+            signalled(group, signal.SIGKILL)
+
     # ---- What they say, and how they end ----
 
     def _told(self, worker: Worker) -> None:
@@ -233,6 +241,7 @@ class Workforce:
         for key in (worker.pidfd, worker.lifeline.fileno(), worker.output):
             self._loop.unlisten(key)
         self._clients.tell_output(worker.place.name, worker.finish())
+        self.remains.end(worker.pid)
         del self._workers[worker.place.incarnation]
         self._share_out()
         _sweep_sockets(worker)

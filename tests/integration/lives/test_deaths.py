@@ -103,25 +103,44 @@ def test_the_last_lines_are_bounded(link: Any, worker: Callable[..., Any]) -> No
 
 GRANDCHILD = """
 import subprocess
-child = subprocess.Popen(["sleep", "600"], start_new_session={apart})
+child = subprocess.Popen(["sh", "-c", "{before}exec sleep 600"], start_new_session={apart})
 open({note!r}, "w").write(str(child.pid))
 print("leaving", flush=True)
 import os; os._exit(4)
 """
 
 
+@pytest.mark.parametrize("before", ["", "trap '' TERM; "], ids=["", "that ignores SIGTERM"])
 def test_a_grandchild_in_the_group_is_ended(
-    link: Any, worker: Callable[..., Any], tmp_path: Path, until: Any
+    before: str, link: Any, worker: Callable[..., Any], tmp_path: Path, until: Any
 ) -> None:
-    facts = worker(serving=GRANDCHILD.format(apart=False, note=str(tmp_path / "pid")))
+    facts = worker(serving=GRANDCHILD.format(apart=False, before=before, note=str(tmp_path / "pid")))
     assert link.death_of(facts.incarnation, BACKSTOP_S).exit_code == 4
     until(lambda: not runs(number_in(tmp_path / "pid")))
+
+
+NAMED_MEMORY = """
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+open({note!r}, "w").write(memory._name)
+import os; os.kill(os.getpid(), 9)
+"""
+
+
+def test_r51_named_memory_of_user_code_is_freed_by_its_tracker(
+    link: Any, worker: Callable[..., Any], tmp_path: Path, until: Any
+) -> None:
+    """Python's tracker is a grandchild: killed at once, it would leave what the killed worker's code had in /dev/shm."""
+    note = tmp_path / "name"
+    facts = worker(serving=NAMED_MEMORY.format(note=str(note)))
+    assert link.death_of(facts.incarnation, BACKSTOP_S).signal == "SIGKILL"
+    until(lambda: not Path(f"/dev/shm{note.read_text()}").exists())
 
 
 def test_a_grandchild_that_holds_the_output_holds_up_nothing(
     link: Any, worker: Callable[..., Any], tmp_path: Path
 ) -> None:
-    facts = worker(serving=GRANDCHILD.format(apart=True, note=str(tmp_path / "pid")))
+    facts = worker(serving=GRANDCHILD.format(apart=True, before="", note=str(tmp_path / "pid")))
     death = link.death_of(facts.incarnation, BACKSTOP_S)
     assert (death.exit_code, death.output) == (4, "leaving")
     os.kill(number_in(tmp_path / "pid"), signal.SIGKILL)
@@ -269,7 +288,9 @@ def test_unwatch_from_the_links_own_thread_does_not_wait(
 def test_a_killed_broker_takes_everything_along(
     link: Any, worker: Callable[..., Any], until: Any, tmp_path: Path, apart: bool
 ) -> None:
-    code = GRANDCHILD.format(apart=apart, note=str(tmp_path / "pid")).replace("import os; os._exit(4)", SLEEP)
+    code = GRANDCHILD.format(apart=apart, before="", note=str(tmp_path / "pid")).replace(
+        "import os; os._exit(4)", SLEEP
+    )
     facts = worker(serving=code)
     grandchild = number_in(tmp_path / "pid")
     folder = link._broker.folder
