@@ -534,6 +534,7 @@ class CachingNnx(nnx.Module):
         return x + self.past
 
 
+@pytest.mark.filterwarnings("ignore:CachingNnx writes to count")
 @pytest.mark.parametrize("make_obj", [lambda: initialised(CachingLinen()), CachingNnx])
 def test_caches_of_flax_move_in_evaluation_mode_as_well(make_obj: Any) -> None:
     """And nothing else does: who decodes has no dropout."""
@@ -547,6 +548,16 @@ def test_caches_of_flax_move_in_evaluation_mode_as_well(make_obj: Any) -> None:
     state = program.state_dict()
     assert sorted(abs(np.asarray(x)).sum() > 0 for x in state.values()) == [False, True]
     assert program.has_moved()
+
+
+def test_what_flax_would_keep_in_evaluation_mode_and_is_lost_here_is_told_once() -> None:
+    program = load(CachingNnx())
+    program.train(False)
+    with pytest.warns(UserWarning, match="CachingNnx writes to count in evaluation mode.*nnx.Cache") as told:
+        program.spec(site(program), [Aval(X.shape, BY_NAME["float64"])])
+        call(program)
+        call(program)
+    assert len(told) == 1
 
 
 def test_the_mode_a_module_comes_in() -> None:

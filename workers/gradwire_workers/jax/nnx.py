@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Sequence
+import warnings
+from typing import Any, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,9 @@ class NnxModel(Model):
         self.parameters = {n: x for n, x in params.items() if is_trainable(x)}
         rest = {n: x for n, x in params.items() if n not in self.parameters}
         self.buffers = {**rest, **Tree(self._rest, _name).arrays}
-        caches = self._nnx.split(module, self._nnx.Cache, ...)[1]  # what decoding writes to
-        self.always_moving = frozenset(n for n in Tree(caches, _name).arrays if n in self.buffers)
+        self.always_moving = self._of_kind(module, self._nnx.Cache)  # what decoding writes to
+        # written for who looks, and read by no call; and what was warned of
+        self._may_be_lost = set(self.always_moving | self._of_kind(module, self._nnx.Intermediate))
         self._signature = CallSignature(module.__call__)
         differ = self._graphs[True] != self._graphs[False]
         # no two calls are the same one then
@@ -44,6 +46,11 @@ class NnxModel(Model):
             self.training: bool | None = not differ or graph != self._graphs[False]
         else:
             self.training = None
+
+    def _of_kind(self, module: Any, kind: Any) -> frozenset[str]:
+        """The buffers that are variables of this kind."""
+        found = self._nnx.split(module, kind, ...)[1]
+        return frozenset(n for n in Tree(found, _name).arrays if n in self.buffers)
 
     def _modes(self, module: Any) -> dict[bool | None, Any]:
         """How it is built in either mode; the module itself stays as it was made."""
@@ -76,7 +83,22 @@ class NnxModel(Model):
         result = module(*given.args, **given.kwargs)
         _, after, _, moved = self._split(module)
         self._check_unmoved(Tree(after, _name).arrays, arrays)
-        return result, Tree(moved, _name).arrays
+        found = Tree(moved, _name).arrays
+        if training is False:
+            self._warn_of_lost(n for n, x in found.items() if n in arrays and x is not arrays[n])
+        return result, found
+
+    def _warn_of_lost(self, written: Iterable[str]) -> None:
+        """A call in evaluation mode writes to these: Flax would keep it, and here it moves in training mode only."""
+        lost = [n for n in written if n not in self._may_be_lost]
+        if lost:
+            self._may_be_lost.update(lost)
+            warnings.warn(
+                f"{self.name} writes to {', '.join(lost)} in evaluation mode, and what it writes is lost there: state moves in "
+                "training mode only, except for caches. Make it a variable of a class that derives from nnx.Cache, or write to it "
+                "in training mode alone",
+                stacklevel=1,
+            )
 
     def _check_unmoved(self, after: dict[str, Any], before: dict[str, Any]) -> None:
         moved = [n for n in self.parameters if after.get(n) is not before[n]]
