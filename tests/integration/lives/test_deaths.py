@@ -122,19 +122,23 @@ def test_a_grandchild_in_the_group_is_ended(
 NAMED_MEMORY = """
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=4096)
-open({note!r}, "w").write(memory._name)
-import os; os.kill(os.getpid(), 9)
+open({note!r}, "w").write(memory._name + " ")
 """
 
 
+@pytest.mark.parametrize("victim", ["worker", "broker"])
 def test_r51_named_memory_of_user_code_is_freed_by_its_tracker(
-    link: Any, worker: Callable[..., Any], tmp_path: Path, until: Any
+    victim: str, link: Any, worker: Callable[..., Any], tmp_path: Path, until: Any
 ) -> None:
     """Python's tracker is a grandchild: killed at once, it would leave what the killed worker's code had in /dev/shm."""
     note = tmp_path / "name"
-    facts = worker(serving=NAMED_MEMORY.format(note=str(note)))
+    facts = worker(serving=NAMED_MEMORY.format(note=str(note)) + SLEEP)
+    until(lambda: note.exists() and note.read_text().endswith(" "))
+    memory = Path(f"/dev/shm{note.read_text().strip()}")
+    assert memory.exists()
+    os.kill(facts.pid if victim == "worker" else link._broker._process.pid, signal.SIGKILL)
     assert link.death_of(facts.incarnation, BACKSTOP_S).signal == "SIGKILL"
-    until(lambda: not Path(f"/dev/shm{note.read_text()}").exists())
+    until(lambda: not memory.exists())
 
 
 def test_a_grandchild_that_holds_the_output_holds_up_nothing(
