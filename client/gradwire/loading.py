@@ -14,7 +14,8 @@ import sys
 import threading
 from typing import Any
 
-from gradwire_wire.errors import UsageError
+from gradwire_wire.errors import MemoryExhaustedError, UsageError
+from gradwire_wire.process import RAISE_LIMIT, lacks_descriptors
 
 __all__ = ["complete", "is_loading", "needed"]
 
@@ -33,7 +34,8 @@ def complete(name: str) -> Any:
 
 
 def needed(name: str) -> Any:
-    """The module, which is imported if need be. UsageError for a handler of signals that has interrupted its import."""
+    """The module, which is imported if need be. UsageError for a handler of signals that has interrupted its import; MemoryExhaustedError
+    where no file can be opened."""
     module = complete(name)
     return _imported(name) if module is None else module
 
@@ -49,6 +51,12 @@ def _imported(name: str) -> Any:
         if error.name is not None and is_loading(error.name):
             raise _interrupted(error.name) from None
         raise
+    except OSError as error:
+        if not lacks_descriptors(error):
+            raise
+        raise MemoryExhaustedError(
+            f"too many files are open in this process for it to load {name!r}: close some, or {RAISE_LIMIT}: {error}"
+        ) from error
     finally:
         _under_way.discard(thread)
     if is_loading(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
@@ -98,3 +99,17 @@ for thread in threads: thread.join()
 print(*sorted(set(found)))
 """
     assert printed_by(code) == ["Remote", "Worker", "connect", "to_jax"]
+
+
+def test_what_no_descriptor_is_left_to_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a program may need a module of ours, and find that the program has opened all files it may."""
+    from gradwire import MemoryExhaustedError, loading
+
+    def full(name: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", name)
+
+    monkeypatch.setattr(loading.importlib, "import_module", full)
+    with pytest.raises(
+        MemoryExhaustedError, match=r"to load 'gradwire\.nothing': close some, or raise the limit"
+    ):
+        loading.needed("gradwire.nothing")
