@@ -45,11 +45,12 @@ def connect(target: str | os.PathLike[str] | None = None, *, start_timeout: floa
     target: None; a ``.toml`` file, whose workers are started together in a private broker, and are ready when this
     returns (or which names a broker elsewhere); the address, runtime folder or name of a shared broker that ``gradwire
     up`` has started. start_timeout: seconds the broker may take to answer; ConnectError after that. UsageError names
-    what is wrong in a file, in GRADWIRE_LANE, or with this program's threads (`gradwire.greenlets`); WorkerStartError where one of its workers does
+    what is wrong in a file, in GRADWIRE_LANE or GRADWIRE_MAX_SHARED_BYTES, or with this program's threads (`gradwire.greenlets`); WorkerStartError where one of its workers does
     not start (none is left then).
     """
     check_none()
     lanes_wanted()
+    shared_limit()
     start_timeout = checked_seconds(start_timeout)
     if target is not None and not isinstance(target, (str, os.PathLike)):
         raise UsageError(

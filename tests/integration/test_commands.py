@@ -18,6 +18,7 @@ import pytest
 
 import gradwire as gw
 from gradwire import commands
+from gradwire.broker_link import BrokerLink
 from gradwire.commands import brokers, call, doctor
 from gradwire.numpy_files import read_argument, write_result
 from gradwire.shared_broker import card_of
@@ -78,6 +79,20 @@ def test_r52_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     assert "XDG_RUNTIME_DIR" in by_topic["sockets"]["remedy"]
     assert str(killed) in by_topic["left-overs"]["text"] and by_topic["left-overs"]["remedy"]
     assert by_topic["calls"]["remedy"] == "unset GRADWIRE_LANE"
+
+
+def test_a_limit_of_ones_own_is_what_doctor_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It told what the machine has, and a limit that is none was found by the bridge whose broker had been started."""
+    monkeypatch.setenv("GRADWIRE_MAX_SHARED_BYTES", str(1 << 24))
+    assert (
+        "0.0 GiB may be shared" in doctor._memory().text
+        and "GRADWIRE_MAX_SHARED_BYTES" in doctor._memory().text
+    )
+    monkeypatch.setenv("GRADWIRE_MAX_SHARED_BYTES", "16M")
+    assert doctor._memory().remedy == "unset GRADWIRE_MAX_SHARED_BYTES"
+    monkeypatch.setattr(BrokerLink, "start_private", None)
+    with pytest.raises(UsageError, match="must be a number of bytes"):
+        gw.connect()
 
 
 def test_a_lane_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from gradwire.lines import lanes_wanted, pages_wanted
 from gradwire.surroundings import Interpreter, interpreters
 from gradwire_wire.budget import room_for
 from gradwire_wire.errors import MemoryExhaustedError, UsageError
-from gradwire_wire.machine import read_memory
+from gradwire_wire.machine import LIMIT, read_memory, shared_limit
 from gradwire_wire.process import is_stopped
 from gradwire_wire.rendezvous import candidates, find_cards, folders, is_running, why_unfit
 from gradwire_wire.segments import Ledger, SharingUnavailableError
@@ -151,7 +151,11 @@ def _interpreter(one: Interpreter) -> Finding:
 
 
 def _memory() -> Finding:
-    room, why = room_for(read_memory(), None, 0)
+    try:
+        limit = shared_limit()
+    except UsageError as error:
+        return Finding("problem", "memory", str(error), f"unset {LIMIT}")
+    room, why = room_for(read_memory(), limit, 0)
     text = f"{room / 2**30:.1f} GiB may be shared; what limits it: {why}"
     if room < LITTLE_MEMORY:
         return Finding("problem", "memory", text, "free memory, or raise that limit")
