@@ -52,6 +52,17 @@ def test_forward_and_backward_in_one_graph(backend: str, remote: Callable[..., R
     assert r.alive == 0
 
 
+def test_a_graph_for_every_size_takes_none_of_ours_for_the_users(remote: Callable[..., Remote]) -> None:
+    held: list[torch.Size] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        held.extend(node.meta["example_value"].shape for node in graph.graph.find_nodes(op="get_attr"))
+        return graph.forward
+
+    whole(remote(f), backend, dynamic=True)(double(2, 4), double(4, 4))
+    assert [[type(n) for n in shape] for shape in held] == [[int]]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 def test_inductor(remote: Callable[..., Remote]) -> None:

@@ -51,8 +51,8 @@ class _Held(np.ndarray):
 
 
 def holding_tensor() -> tuple[Any, set[Handle]]:
-    """Token 0, and what it holds, which may be added to."""
-    memory = _Held((2,), np.int64)
+    """Token 0, and what it holds, which may be added to. Of one number: that size is the one that no compiler takes for another's."""
+    memory = _Held((1,), np.int64)
     memory[:], memory.handles = 0, set()
     return torch.from_numpy(memory), memory.handles
 
