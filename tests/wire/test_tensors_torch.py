@@ -106,7 +106,10 @@ def _strange() -> dict[str, torch.Tensor]:
     x = torch.eye(3)
     with FakeTensorMode():
         fake = torch.empty(3)
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
     return {
+        "memory of this tensor was given back": freed,
         "sparse": x.to_sparse(),
         "SparseCsr|sparse_csr": x.to_sparse_csr(),
         "mkldnn": x.to_mkldnn(),

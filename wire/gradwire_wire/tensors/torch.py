@@ -99,9 +99,11 @@ def export(x: Any) -> Carrier:
 
 
 def _shown(x: Any, kind: _Kind) -> Carrier:
+    array = x.numpy() if kind.as_bits is None else x.view(kind.as_bits).numpy()
+    if array.flags.owndata and array.size:  # numpy has taken fresh memory for what is nowhere
+        raise ValueError("no memory")
     if kind.as_bits is None:
-        return Carrier(x.numpy(), kind.wire)
-    array = x.view(kind.as_bits).numpy()
+        return Carrier(array, kind.wire)
     if kind.wire is not BOOL:
         return Carrier(array.view(kind.carrier), kind.wire)
     if array.size and array.max() > 1:  # torch takes any byte but 0 for True; others take 1 alone
@@ -127,7 +129,19 @@ def _what(x: Any) -> str | None:
         return (
             "a tensor on device meta has no values to send. Use Remote.spec for shapes, or pass a real tensor"
         )
+    if x.device.type == "cpu" and x.numel() and not x._is_zerotensor() and _is_freed(x):
+        return (
+            "the memory of this tensor was given back (its storage resized to 0, as sharded training does with parameters between "
+            "their uses). Send it where it is gathered"
+        )
     return None
+
+
+def _is_freed(x: Any) -> bool:
+    try:
+        return not x.data_ptr()
+    except RuntimeError:  # a wrapper, which has no memory of its own
+        return False
 
 
 def _refusal(x: Any) -> UnsupportedTensorError:
