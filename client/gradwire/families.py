@@ -184,7 +184,13 @@ def barrier() -> None:
 
 def is_tracing() -> bool:
     """Whether a program is being traced here, in any family in use: what is done now is not done when it runs."""
-    return any(asked() for asked in _offered("is_tracing"))
+    return any(asked() for asked in _offered("is_tracing")) or _is_in_function()
+
+
+def _is_in_function() -> bool:
+    """TensorFlow's answer, whose face may not be in use yet: a step that is traced often begins with ``zero_grad()``."""
+    asked = getattr(complete("tensorflow"), "inside_function", None)
+    return asked is not None and bool(asked())
 
 
 def _offered(name: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 import torch
 
 import gradwire.tensorflow
+from gradwire import families
 from gradwire.site import Site, SpecResult
 from gradwire.tensorflow import nodes
 from gradwire_wire.carriers import Aval
@@ -635,6 +637,14 @@ def test_the_anchor_has_gradient_zero(remote: Callable[..., Remote]) -> None:
         y = tf.reduce_sum(r(constant(5, 4)))
     (anchor,) = tape.watched_variables()
     equal(tape.gradient(y, anchor), tf.constant(0.0), EXACT)
+
+
+def test_what_is_traced_is_told_before_anything_was_called_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thing that a step does is to zero gradients."""
+    monkeypatch.delitem(sys.modules, "gradwire.tensorflow")
+    found: list[bool] = []
+    tf.function(lambda: found.append(families.is_tracing()), autograph=False)()
+    assert found == [True] and not families.is_tracing()
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -46,10 +46,6 @@ def call(handle: Handle, site: Site, operands: list[Any]) -> Any:
     return tree
 
 
-is_tracing = tf.inside_function
-"""Whether what happens now happens while a tf.function is traced, and not when it runs."""
-
-
 def _tensor(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         return tf.constant(numpy_tensors.adopt(numpy_tensors.export(x)))
