@@ -334,6 +334,26 @@ def test_what_is_wrong_with_the_given_values_is_said() -> None:
         function.functional(False)
 
 
+@pytest.mark.parametrize("compile", [None, False])
+def test_parameters_that_are_made_at_the_first_call_are_missed_and_told(compile: bool | None) -> None:
+    class Flexible(tf.Module):
+        def __call__(self, x: Any) -> Any:
+            if not hasattr(self, "w"):
+                self.w = tf.Variable(tf.ones((x.shape[-1], 2), x.dtype))
+            return tf.matmul(x, self.w)
+
+    base = engine.program(Flexible(), is_module=True)
+    site, leaves = site_of([{}, tf.constant(X)], compile=compile)
+    form = base.functional(False)
+    for _ in range(2):  # later it is there, and still not the caller's
+        with pytest.raises(
+            UsageError, match=r"this module made w when it was called, .* functional form anew"
+        ):
+            form.run(site, (), leaves)
+    site, leaves = site_of([base.parameters(), tf.constant(X)], compile=compile)
+    base.functional(False).run(site, (), leaves)
+
+
 def test_an_error_of_the_target_leaves_it_as_it_was() -> None:
     class Failing(tf.Module):
         def __init__(self) -> None:

@@ -19,6 +19,7 @@ class WithParameters:
 
     def __init__(self, module: Module, trainable: bool | None = None) -> None:
         self._module, self._trainable = module, trainable
+        self._there = set(module.trainable())
 
     def __call__(self, call: Any, parameters: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         given = _given("parameter", self._module.trainable(), parameters)
@@ -30,8 +31,19 @@ class WithParameters:
     def _called(self, call: Any, args: Any, kwargs: Any) -> Any:
         """With losses and masks where a layer of the caller's asks: see `gradwire_workers.program.Program.functional`."""
         if self._trainable is None:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            self._check_unmade()
+            return result
         return called_in_layer(self._module.layers(), self._trainable, call, args, kwargs)
+
+    def _check_unmade(self) -> None:
+        """What the module has made when it was first called, and since this form of it, the caller does not own, and would not learn."""
+        made = [name for name in self._module.trainable() if name not in self._there]
+        if made:
+            raise UsageError(
+                f"this module made {', '.join(made[:5])} when it was called, and the caller's parameters are without. Make the functional "
+                "form anew, or have the factory call the module once with an example"
+            )
 
 
 class WithBuffers(WithParameters):
