@@ -164,6 +164,39 @@ def test_a_call_shown_behind_what_has_no_answer_is_not_lost(ends: tuple[ClientPa
         assert look(client, client.receive()) == b"\2answer"
 
 
+class Meanwhile:
+    """A page's words, of which the client writes one as soon as the worker has read it."""
+
+    def __init__(self, words: memoryview, act: Callable[[], None]) -> None:
+        self._words, self._act = words, act
+
+    def __getitem__(self, place: int) -> int:
+        word = self._words[place]
+        if place == page.REQUEST:
+            self._act()
+            self._act = lambda: None
+        return word
+
+    def __setitem__(self, place: int, word: int) -> None:
+        self._words[place] = word
+
+
+def test_a_call_shown_while_what_has_no_answer_is_read_is_not_lost(
+    ends: tuple[ClientPage, WorkerPage],
+) -> None:
+    """Its word was taken with that of the packet before it, and its caller waited until the inquiry."""
+    client, worker = ends
+    for _ in range(3):
+        client.tell_nowait([b"\x91told"])
+        words = worker._words
+        worker._words = Meanwhile(words, lambda: show(client, b"\1call"))  # type: ignore[assignment]
+        assert worker.receive_nowait() == [b"\x91told"]
+        worker._words = words
+        assert look(worker, polled(worker)) == b"\1call"
+        show(worker, b"\2answer")
+        assert look(client, client.receive()) == b"\2answer"
+
+
 MANY = 600  # more bells than a socket holds
 
 

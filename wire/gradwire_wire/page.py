@@ -33,7 +33,7 @@ same, a client that waits looks at the word and rings once more each time its re
 
 One call at a time: the client writes its half only when the last answer has come, the worker its own only
 when the next request has. But what has no answer (a Release) may still lie in the socket when the next call is shown:
-its packet then finds a word that is not its own, and must leave it. Either end may be malicious or dying: what lies in the page can change while it is read, so
+its packet then finds a word that is not its own, and must leave it: whoever acts on a word acts on the one that it has looked at. Either end may be malicious or dying: what lies in the page can change while it is read, so
 heads and entries are copied and then checked, and tensors are copied out (see plans.py); a word that says more bytes than
 the half has is refused, and what is garbage in a half harms nobody but its reader. A process that dies
 between frame and word has said nothing.
@@ -361,10 +361,10 @@ class WorkerPage(KeepingLane, PageLane):
         except Again:
             received = None
         if received is not None:
-            if (
-                not self._words[REQUEST] & COUNT
-            ):  # which has announced it; otherwise a call came behind it by the page
-                self._number, _ = self._take()
+            # Read once: a call may be shown meanwhile, whose word must not be taken for this.
+            word = self._words[REQUEST]
+            if not word & COUNT:  # which has announced it; otherwise a call came behind it by the page
+                self._seen, self._number = word, word >> COUNT_BITS
             self._note_gap()
             self.was_packet = type(received) is int
             return received
