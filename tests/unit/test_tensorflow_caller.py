@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import gradwire.tensorflow
 from gradwire import families
+from gradwire.derived import Derived
 from gradwire.site import Site, SpecResult
 from gradwire.tensorflow import nodes
 from gradwire_wire.carriers import Aval
@@ -792,33 +794,35 @@ def test_a_graph_of_another_process_calls_nothing_here(remote: Callable[..., Rem
         if node.op == "Const" and node.attr["value"].tensor.int64_val
     ]
     assert len({m for m in marks if m}) == 2
-    call = nodes._Call(None, [], lambda *arrays: arrays, None)
-    host = nodes._Entry(marks[0], call)
-    assert host(np.int64(marks[0]), 1, 2) == (1, 2)
+    entry = nodes._Entry(marks[0], Derived(r.handle, Site(b"")), [])
     with pytest.raises(UsageError, match="saved in another process"):
-        host(np.int64(marks[0] + 1), 1, 2)
-    del call
-    with pytest.raises(UsageError, match="what it called with it"):
-        host(np.int64(marks[0]), 1, 2)
+        entry(np.int64(marks[0] + 1), np.int64(0), 1, 2)
+
+
+def slope(f: Function, x: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = f(x)
+    return tape.gradient(loss, x)
+
+
+class Saved(tf.Module):
+    def __init__(self, r: Remote) -> None:
+        super().__init__()
+        self.loss = loss_of(r)
+
+    @tf.function(input_signature=[tf.TensorSpec([4], tf.float64)])
+    def __call__(self, x: Any) -> Any:
+        return self.loss(x, constant(4, 4))
 
 
 def test_r39_a_saved_graph_is_differentiated_in_the_process_that_saved_it(
     remote: Callable[..., Remote], tmp_path: pathlib.Path
 ) -> None:
-    class Saved(tf.Module):
-        @tf.function(input_signature=[tf.TensorSpec([4], tf.float64)])
-        def __call__(self, x: Any) -> Any:
-            return loss_of(r)(x, constant(4, 4))
-
-    def slope(f: Function, x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = f(x)
-        return tape.gradient(loss, x)
-
     r, x = remote(THERE["f"]), constant(4)
-    saved = Saved()
+    saved = Saved(r)
     tf.saved_model.save(saved, str(tmp_path))
+    gc.collect()  # of what TensorFlow has traced for the derivatives that it saves
     loaded = tf.saved_model.load(str(tmp_path))
     equal(slope(loaded, x), slope(saved, x))
     with pytest.raises(
@@ -828,6 +832,76 @@ def test_r39_a_saved_graph_is_differentiated_in_the_process_that_saved_it(
             tape.watch(x)
             rows = tf.vectorized_map(loaded, tf.stack([x, x]))
         tape.gradient(rows, x)
+
+
+def test_r39_a_saved_graph_works_for_as_long_as_the_process_that_saved_it(tmp_path: pathlib.Path) -> None:
+    def save() -> Any:
+        saved = Saved(Remote(THERE["f"]))
+        tf.saved_model.save(saved, str(tmp_path))
+        return slope(saved, constant(4))
+
+    expected = save()
+    gc.collect()
+    loaded = tf.saved_model.load(str(tmp_path))
+    equal(slope(loaded, constant(4)), expected)
+    with tf.GradientTape() as outer, pytest.raises(UsageError, match="this derivative was not saved"):
+        outer.watch(x := constant(4))
+        slope(loaded, x)
+
+
+def test_r39_a_graph_saved_without_derivatives_works_for_as_long_as_its_remote(
+    tmp_path: pathlib.Path,
+) -> None:
+    r, x = Remote(THERE["f"]), constant(4)
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    saved = Saved(r)
+    expected = saved(x)
+    tf.saved_model.save(saved, str(tmp_path), options=options)
+    loaded = tf.saved_model.load(str(tmp_path))
+    del saved
+    gc.collect()
+    equal(loaded(x), expected)
+    del r
+    gc.collect()
+    with pytest.raises(tf.errors.UnknownError, match="UsageError: the remote that this graph calls is gone"):
+        loaded(x)
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_a_graph_whose_variables_are_gone_holds_its_remote_while_it_can_be_called(
+    remote: Callable[..., Remote], is_persistent: bool, is_trainable: bool
+) -> None:
+    """TensorFlow's graphs hold the variables' memory, not the variables, which only a tape asks for."""
+    x, w = constant(4), constant(4, 4)
+    made: list[weakref.ref[Any]] = []
+
+    def build() -> Any:
+        there = Remote(THERE["f"])
+        made.append(weakref.ref(there.handle))
+        factor = tf.Variable(tf.constant(3.0, tf.float64), trainable=is_trainable)
+        graph = function(lambda x: loss_of(there)(x, w) * factor).get_concrete_function(x)
+        with tf.GradientTape(persistent=is_persistent) as tape:
+            tape.watch(x)
+            y = graph(x)
+        return graph, y, tape
+
+    def trace_another() -> None:
+        gc.collect()
+        other = remote(torch.sin)
+        function(lambda x: other(x))(x)
+
+    graph, y, tape = build()
+    trace_another()
+    equal(graph(x), y)
+    del graph
+    trace_another()
+    expected = slope(lambda x: loss_of(HERE["f"])(x, w) * 3.0, x)
+    equal(tape.gradient(y, x), expected)
+    del y, tape
+    trace_another()
+    gc.collect()
+    assert made[0]() is None
 
 
 def test_r39_a_size_that_is_padded_is_not_taken_for_fixed(remote: Callable[..., Remote]) -> None:

@@ -8,13 +8,17 @@ references from us, and what they lead to is held by the graphs that need it.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from gradwire_wire.errors import UsageError
 
 __all__ = ["hold", "with_rule"]
 
@@ -46,26 +50,48 @@ def hold(x: object) -> None:
 
 
 def _let_go() -> None:
-    """Of what is held by graphs that nobody can call any more, since their variables are gone.
+    """Of what is held by graphs that nobody can call any more: their variables are gone, and the functions made of them.
 
     Keras's optimizers have rules of that kind, and so keep the graph of each model that was trained.
     """
-    for graph in list(_graphs):
+    graphs = list(_graphs)
+    for graph in graphs:
         try:
             graph.variables  # noqa: B018
         except (AssertionError, ValueError):
-            getattr(graph, _HELD).clear()
-            _graphs.discard(graph)
+            if not _is_used(graph, graphs):
+                getattr(graph, _HELD).clear()
+                _graphs.discard(graph)
         except AttributeError:  # a graph of a session
             pass
 
 
+def _is_used(graph: Any, ours: list[Any]) -> bool:
+    """Whether anything refers to it but its own parts: the functions to call it, and tapes with such a call, do. Takes a while."""
+    operations = graph.get_operations()
+    parts = {id(vars(x)) for op in operations for x in (op, *op.outputs) if hasattr(x, "__dict__")}
+    return any(
+        not (
+            referrer is ours
+            or isinstance(referrer, (tf.Operation, tf.Tensor, types.FrameType))
+            or id(referrer) in parts
+        )
+        for referrer in gc.get_referrers(graph)
+    )
+
+
 Rule = Callable[..., list[Any]]
 _numbers = itertools.count()
+_saved: set[object] = set()
 
 
-def with_rule(results: Sequence[Any], operands: Sequence[Any], rule: Rule) -> tuple[list[Any], object]:
-    """The results, differentiated by ``rule(*cotangents)``, which gives one for each operand; and what the graph must hold for that."""
+def with_rule(
+    results: Sequence[Any], operands: Sequence[Any], rule: Rule, called: object
+) -> tuple[list[Any], object]:
+    """The results, differentiated by ``rule(*cotangents)``, which gives one for each operand; and what the graph must hold for that.
+
+    called: what is kept for ever once the graph is saved, since this program may load it at any time.
+    """
     if record_operation is None:  # TensorFlow has no public way to tell its tapes
         return list(tf.custom_gradient(lambda *_: (list(results), rule))(*operands)), None
     count = len(results)
@@ -74,7 +100,7 @@ def with_rule(results: Sequence[Any], operands: Sequence[Any], rule: Rule) -> tu
         return [*[None] * count, *rule(*cotangents[:count])]
 
     name = f"GradwireNode{next(_numbers)}"
-    _register(name, weakref.ref(padded))
+    _register(name, weakref.ref(padded), weakref.ref(called))
     given = [*results, *operands]
     with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": name}):
         same = tf.identity_n(given)  # of the operands as well: so their gradients have a way
@@ -82,9 +108,15 @@ def with_rule(results: Sequence[Any], operands: Sequence[Any], rule: Rule) -> tu
     return list(same[:count]), padded
 
 
-def _register(name: str, rule: weakref.ref[Rule]) -> None:
+def _register(name: str, rule: weakref.ref[Rule], called: weakref.ref[object]) -> None:
     @tf.RegisterGradient(name)
-    def of_operation(_: Any, *cotangents: Any) -> list[Any]:
+    def of_operation(operation: Any, *cotangents: Any) -> list[Any]:
         found = rule()
-        assert found is not None, "the graph of this operation is gone"
+        if found is None:
+            raise UsageError(
+                "the graph with a remote call that this one was saved from is gone, and this derivative was not saved: TensorFlow saves "
+                "first ones, with SaveOptions(experimental_custom_gradients=True). Build the graph anew"
+            )
+        if operation is None:  # it is traced to be saved
+            _saved.add(called())
         return found(*cotangents)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -110,18 +111,24 @@ def _graph(fn: Derived, operands: list[Any], token: Any) -> list[Any]:
     token = tf.identity(token) if tf.is_tensor(token) else token
 
     results, kept, call = _operation(fn, operands, token, avals)
+    entry = call.entry
 
     def rule(*cotangents: Any) -> list[Any]:
-        return _graph_pullback(fn, operands, kept, results, cotangents)
+        return _graph_pullback(fn, entry, operands, kept, results, cotangents)
 
-    found, call.rule = with_rule(results, operands, rule)
+    found, call.rule = with_rule(results, operands, rule, fn.handle)
     return found
 
 
 def _graph_pullback(
-    fn: Derived, operands: Sequence[Any], kept: Any, results: Sequence[Any], cotangents: Sequence[Any]
+    fn: Derived,
+    entry: _Entry,
+    operands: Sequence[Any],
+    kept: Any,
+    results: Sequence[Any],
+    cotangents: Sequence[Any],
 ) -> list[Any]:
-    fn.keep = int(fn.site.residuals == "keep")  # in time: gradients are traced before the graph runs
+    entry.fn.keep = int(fn.site.residuals == "keep")  # in time: gradients are traced before the graph runs
     return _pullback(fn, operands, kept, set(range(len(operands))), results, dict(enumerate(cotangents)))
 
 
@@ -141,9 +148,9 @@ def _operation(
     held = token if isinstance(token, _Token) else None
     named = token if tf.is_tensor(token) else tf.constant(held.number if held else 0, tf.int64)
     dtypes = [tf.as_dtype(a.dtype.name) for a in avals]
-    call = _Call(fn, avals, _host(fn, fn.structure, avals), held)
+    entry = _Entry(next(_marks), fn, avals)
+    call = _Call(fn, avals, entry, held)
     hold(call)
-    entry = _Entry(next(_marks), call)
     inputs = [tf.constant(entry.mark, tf.int64), named, *operands]
     with tf.compat.v1.get_default_graph().gradient_override_map({"PyFunc": GRADIENT}):
         *results, kept = tf.numpy_function(entry, inputs, [*dtypes, tf.int64], name=OPERATION)
@@ -157,17 +164,15 @@ _marks = itertools.count(secrets.randbits(62))
 
 
 class _Call:
-    """One operation: the function it derives, what its results were traced as, the host function that calls the worker.
+    """What a graph holds of one operation: the function it derives, what its results were traced as, what TensorFlow calls for it.
 
     held: an eager token in the graph, which is alive as long as that. rule: of the node around it, for which it is there as well.
     """
 
     rule: object = None
 
-    def __init__(
-        self, fn: Derived, avals: Sequence[StaticAval], host: Callable[..., Any], held: _Token | None
-    ) -> None:
-        self.fn, self.avals, self.host, self.held = fn, avals, host, held
+    def __init__(self, fn: Derived, avals: Sequence[StaticAval], entry: _Entry, held: _Token | None) -> None:
+        self.fn, self.avals, self.entry, self.held = fn, avals, entry, held
 
     def set_shapes(self, tensors: Sequence[Any]) -> None:
         """Of results, or of cotangents of them, some of which may be None."""
@@ -177,24 +182,44 @@ class _Call:
 
 
 class _Entry:
-    """What TensorFlow calls, and keeps for ever. It numbers these by process, so that a graph that was saved would call another."""
+    """What TensorFlow calls when the graph runs, in a thread of its own, and keeps for ever; so the remote's handle is not held.
 
-    def __init__(self, mark: int, call: _Call) -> None:
-        self.mark, self._call = mark, weakref.ref(call)
+    It numbers these by process, so that a graph that was saved would call another. One that is loaded in the process that saved
+    it calls this one, whether or not the graph it was saved from is still there.
+    """
 
-    def __call__(self, given: Any, *arrays: np.ndarray) -> Any:
+    def __init__(self, mark: int, fn: Derived, avals: Sequence[StaticAval]) -> None:
+        self.mark, self._handle, self._avals = mark, weakref.ref(fn.handle), avals
+        nobody: Any = None
+        self.fn = replace(fn, handle=nobody)
+
+    def __call__(self, given: Any, token: Any, *arrays: np.ndarray) -> list[Any]:
         if int(given) != self.mark:
             raise UsageError(
                 "this graph with a remote call was saved in another process, whose remote functions are not here. "
                 "Save the weights instead, and build the graph anew where it runs"
             )
-        call = self._call()
-        if call is None:
+        handle = self._handle()
+        if handle is None:
             raise UsageError(
-                "the tf.function that made this graph with a remote call is gone, and what it called with it. Keep it for as long as "
-                "the graph is used"
+                "the remote that this graph calls is gone, and so is the tf.function that made the graph. Keep one of them for as "
+                "long as the graph is used"
             )
-        return call.host(*arrays)
+        fn = replace(self.fn, handle=handle)
+        outcome = fn.invoke([numpy_tensors.export(np.asarray(x)) for x in arrays], int(token))
+        if outcome.structure != self.fn.structure and not fn.word:
+            raise _other_result(fn, "another result tree")
+        results = []
+        for i, (carrier, known) in enumerate(zip(outcome.carriers, self._avals, strict=True)):
+            if carrier is None:
+                results.append(np.zeros_like(arrays[fn.word[-1][1][i]]))
+                continue
+            if carrier.dtype != known.dtype or not tf.TensorShape(known.shape).is_compatible_with(
+                carrier.array.shape
+            ):
+                raise _other_result(fn, f"result {i} as {carrier.dtype.name} of shape {carrier.array.shape}")
+            results.append(numpy_tensors.adopt(carrier))
+        return [*results, np.int64(outcome.token)]
 
 
 # By the name that TensorFlow gives the host function; graphs hold the calls.
@@ -215,7 +240,7 @@ def _gradient_of_copy(operation: Any, *cotangents: Any) -> list[Any]:
     (_, _, *operands), (*results, kept) = operation.inputs, operation.outputs
     call.set_shapes(results)
     call.set_shapes(cotangents[:-1])
-    return [None, None, *_graph_pullback(call.fn, operands, kept, results, cotangents[:-1])]
+    return [None, None, *_graph_pullback(call.fn, call.entry, operands, kept, results, cotangents[:-1])]
 
 
 def _refused_when_run(tensors: Sequence[Any]) -> list[Any]:
@@ -226,28 +251,6 @@ def _refused_when_run(tensors: Sequence[Any]) -> list[Any]:
     )
     with tf.control_dependencies([tf.debugging.Assert(tf.constant(False), [why])]):
         return [tf.identity(x) for x in tensors]
-
-
-def _host(fn: Derived, structure: bytes, avals: Sequence[StaticAval]) -> Callable[..., list[Any]]:
-    """What the graph calls when it runs, in a thread of TensorFlow's. structure, avals: what the graph was traced with."""
-
-    def host(token: Any, *arrays: np.ndarray) -> list[Any]:
-        outcome = fn.invoke([numpy_tensors.export(np.asarray(x)) for x in arrays], int(token))
-        if outcome.structure != structure and not fn.word:
-            raise _other_result(fn, "another result tree")
-        results = []
-        for i, (carrier, known) in enumerate(zip(outcome.carriers, avals, strict=True)):
-            if carrier is None:
-                results.append(np.zeros_like(arrays[fn.word[-1][1][i]]))
-                continue
-            if carrier.dtype != known.dtype or not tf.TensorShape(known.shape).is_compatible_with(
-                carrier.array.shape
-            ):
-                raise _other_result(fn, f"result {i} as {carrier.dtype.name} of shape {carrier.array.shape}")
-            results.append(numpy_tensors.adopt(carrier))
-        return [*results, np.int64(outcome.token)]
-
-    return host
 
 
 def _other_result(fn: Derived, what: str) -> UsageError:
