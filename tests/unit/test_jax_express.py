@@ -110,6 +110,20 @@ def test_a_dropped_program_leaves_nothing_in_the_end(monkeypatch: pytest.MonkeyP
     assert soon(lambda: sum(ref() is not None for ref in seen) == 0), "not used for so long"
 
 
+def test_whatever_was_unused_for_so_long_goes_with_the_next_that_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(express, "LOOKS", 2)
+    monkeypatch.setattr(express, "_dropped", type(express._dropped)(maxlen=express.DROPPED))
+    seen = [use_and_drop(lambda f: jax.jit(f).lower(x).compile()(x)) for _ in range(9)]
+    jax.clear_caches()
+    gc.collect()
+    assert soon(lambda: len(express._dropped) == len(seen), gc.collect)
+    monkeypatch.setattr(express, "UNUSED_S", -1.0)
+    express._let_go()
+    assert soon(lambda: not any(ref() for ref in seen), gc.collect)
+
+
 def test_what_is_called_at_once_goes_with_its_last_proxy() -> None:
     gc.disable()
     try:

@@ -164,15 +164,16 @@ _dropped: deque[Place] = deque(maxlen=DROPPED)
 
 
 def _let_go() -> None:
-    """Of what was dropped and not used for a while; a look at some. In finalizers, and any thread."""
-    latest = time.monotonic() - UNUSED_S
-    for _ in range(min(LOOKS, len(_dropped))):
+    """Of what was dropped and not used for a while: all that is met before so many that must stay. In finalizers, and any thread."""
+    latest, in_vain = time.monotonic() - UNUSED_S, 0
+    while in_vain < min(LOOKS, len(_dropped)):
         try:
             place = _dropped.popleft()
         except IndexError:
             return
         if place.used > latest:
             _dropped.append(place)
+            in_vain += 1
 
 
 def _target(number: int, *tensors: Any) -> None:
