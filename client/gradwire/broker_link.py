@@ -259,6 +259,7 @@ class BrokerLink:
     def use(self, present: control.Present) -> WorkerFacts:
         """From now on that worker's output is shown here, and its death is news."""
         self.show(present.name, True)
+        self.look(ANSWER_S)  # behind it: what the first call prints may reach the broker at once
         self._news.note_living(present)
         return WorkerFacts(
             present.name,
