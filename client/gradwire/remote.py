@@ -342,17 +342,17 @@ class Remote:
     ) -> Any:
         """See `Optimizer.minimize`."""
         self._check_that_it_happens("minimize")
-        self._check_of_constants(args, kwargs)
-        site, family, carriers = self._exported(args, kwargs, accumulate=True)
+        structure, leaves, family = self._read(args, kwargs)
+        self._check_of_constants(structure, leaves, family)
+        carriers = exported(leaves, structure)
         self._drain()
+        site = self._plain_site(structure, accumulate=True)
         outcome = self.handle.minimize(site, ("M", number, clip_norm), carriers)
         return outcome.tree(tensors_named(family).adopt)
 
-    def _check_of_constants(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_of_constants(self, structure: bytes, leaves: list[Any], family: str) -> None:
         """UsageError where somebody is recording what made these arguments: no gradient would come back to it."""
-        structure, leaves = self._flatten(args, kwargs)
-        face = face_named(family_of_call(leaves, structure, self._options.family))
-        is_plain = getattr(face, "is_plain", None)
+        is_plain = getattr(face_named(family), "is_plain", None)
         if is_plain is not None and not is_plain(self._plain_site(structure, False), leaves):
             raise UsageError(
                 f"minimize() of {self.handle.name} gives no gradient to what made its arguments, and one of them requires it: detach() "
@@ -429,13 +429,17 @@ class Remote:
     def _exported(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], accumulate: bool = False
     ) -> tuple[Site, str, list[Carrier]]:
+        structure, leaves, family = self._read(args, kwargs)
+        return self._plain_site(structure, accumulate), family, exported(leaves, structure)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[Any], str]:
+        """The arguments of what is done here and now: their tree, its tensors, and whose these are."""
         if self._options.is_seed_traced:
             raise UsageError(
-                "vjp() and jvp() take a seed that is a number; a traced one goes with a plain call under jit"
+                "vjp(), jvp() and minimize() take a seed that is a number; a traced one goes with a plain call under jit"
             )
         structure, leaves = self._flatten(args, kwargs)
-        family = family_of_call(leaves, structure, self._options.family)
-        return self._plain_site(structure, accumulate), family, exported(leaves, structure)
+        return structure, leaves, family_of_call(leaves, structure, self._options.family)
 
 
 @lru_cache(maxsize=1024, typed=True)

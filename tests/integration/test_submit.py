@@ -10,7 +10,6 @@ import pathlib
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 
 import gradwire as gw
 from gradwire import lines
+from tests.doubles.interrupted import Interrupted
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 
@@ -38,18 +38,6 @@ def test_many_at_once(workers: tuple[gw.Worker, gw.Worker]) -> None:
     futures = [double.submit(np.full(3, i, "f4")) for i in range(300)]
     for i, future in enumerate(futures):
         np.testing.assert_array_equal(future.result(60), np.full(3, 2 * i))
-
-
-class Interrupted(deque[Any]):
-    """Who waits for a condition. A handler of signals comes in when one was woken and is still in here, as Python may let it."""
-
-    times = 1
-
-    def remove(self, value: Any) -> None:
-        if self.times:
-            self.times = 0
-            raise TimeoutError("by the handler")
-        super().remove(value)
 
 
 def test_a_call_behind_one_that_was_interrupted_when_it_woke_who_reads(

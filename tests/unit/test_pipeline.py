@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from gradwire.background import Background, raising
 from gradwire.futures import CallFuture, finish
 from gradwire_wire.errors import MemoryExhaustedError, UsageError
+from tests.doubles.interrupted import Interrupted
 
 # ---- Futures -----------------------------------------------------------------------------------------------------------
 
@@ -108,18 +108,6 @@ def test_no_more_threads_than_allowed_and_all_is_done(background: Background) ->
 
     assert sum(f.result(60) for f in [background.submit(act) for _ in range(100)]) == 100
     assert most <= 3
-
-
-class Interrupted(deque[Any]):
-    """Who waits for a condition. A handler of signals comes in when one was woken and is still in here, as Python may let it."""
-
-    times = 1
-
-    def remove(self, value: Any) -> None:
-        if self.times:
-            self.times = 0
-            raise TimeoutError("by the handler")
-        super().remove(value)
 
 
 def until(condition: Callable[[], bool]) -> None:

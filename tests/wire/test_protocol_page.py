@@ -284,6 +284,14 @@ def test_verbs() -> None:
     assert set(re.findall(r"`(\w+)`", line)) == CHANGES
 
 
+def test_what_is_refused_in_traces_is_what_is_not_interrupted() -> None:
+    """Both are the verbs that change something. (A file that is saved may be half written: nobody sees that one.)"""
+    from gradwire.remote import _ACTING
+    from gradwire_workers.state import CHANGES
+
+    assert CHANGES | {"save"} == _ACTING
+
+
 def test_the_version_is_in_the_title_and_has_golden_bytes() -> None:
     assert PAGE.startswith(f"# The gradwire protocol, version {messages.PROTOCOL}\n")
     assert control.PROTOCOL == messages.PROTOCOL
