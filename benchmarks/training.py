@@ -4,7 +4,8 @@
 
 - the worker owns the parameters: a whole step (forward, loss, backward, step, zero_grad) of the MLP 64→128→32 at a batch
   of 256, beside the same step of the same module in this process. Once with the loss in this process, which takes three
-  messages, and once with the loss in the worker, by `Optimizer.minimize`, which takes one;
+  messages; once with the loss in the worker, by `Optimizer.minimize`, which takes one; and by `Optimizer.submit`, where the next step is on its
+  way while one is made: the time of a loop of steps until the last is done, by their number;
 - the caller owns them: 10 M parameters (40 MB, one linear layer, a batch of 8). What the boundary adds to the same step
   here, beside the copies that it needs, made as plain memcpys in the same run: the parameters once, for the worker keeps
   them for the pullback while their owner may write them; and their gradients once, out of the worker's own memory.
@@ -21,6 +22,7 @@ import os
 import pathlib
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +42,8 @@ LIMITS = {
     "worker-owned step ÷ local step, by ZeroMQ": 1.6,
     "worker-owned step in one message ÷ local step, by lane": 1.6,
     "worker-owned step in one message ÷ local step, by ZeroMQ": 1.6,
+    "worker-owned step, submitted ÷ local step, by lane": 1.6,
+    "worker-owned step, submitted ÷ local step, by ZeroMQ": 1.6,
     "caller-owned 10 M: what the boundary adds ÷ two memcpys": 1.3,
 }
 Act = Callable[[], object]
@@ -52,11 +56,27 @@ def rounds(acts: list[Act], calls: int) -> list[list[float]]:
     return [[median_s(act, calls) for act in acts] for _ in range(ROUNDS)]
 
 
-def worker_owned(worker: gw.Worker, calls: int, messages: int) -> dict[str, float]:
+def submitted(
+    optimizer: gw.Optimizer, args: tuple[torch.Tensor, ...], local_step: Act, calls: int
+) -> dict[str, float]:
+    """Seconds of a step of a loop, where no step is waited for but the last."""
+
+    def loop() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            future = optimizer.submit(*args)
+        future.result()
+        return (time.perf_counter() - start) / calls
+
+    loop(), median_s(local_step, calls // 4)
+    return figures([(loop(), median_s(local_step, calls)) for _ in range(ROUNDS)])
+
+
+def worker_owned(worker: gw.Worker, calls: int, way: str) -> dict[str, float]:
     from torch_targets import mlp
 
     x, y = torch.randn(256, 64), torch.randn(256, 32)
-    net, local = worker.module(f"torch_targets:mlp{'_with_loss' if messages == 1 else ''}"), mlp()
+    net, local = worker.module(f"torch_targets:mlp{'' if way == 'three messages' else '_with_loss'}"), mlp()
     remote_optimizer = net.optimizer("torch.optim:SGD", lr=1e-3)
     local_optimizer = torch.optim.SGD(local.parameters(), lr=1e-3)
 
@@ -72,7 +92,9 @@ def worker_owned(worker: gw.Worker, calls: int, messages: int) -> dict[str, floa
         local_optimizer.step()
         local_optimizer.zero_grad()
 
-    found = rounds([remote_step_in_one if messages == 1 else remote_step, local_step], calls)
+    if way == "submitted":
+        return submitted(remote_optimizer, (x, y), local_step, calls)
+    found = rounds([remote_step_in_one if way == "one message" else remote_step, local_step], calls)
     return figures([(a, b) for a, b in found])
 
 
@@ -126,7 +148,8 @@ def main() -> int:
             if name.startswith("caller"):
                 found[name] = caller_owned(worker, max(5, args.steps // 15))
             else:
-                found[name] = worker_owned(worker, args.steps, 1 if "one message" in name else 3)
+                way = next((w for w in ("one message", "submitted") if w in name), "three messages")
+                found[name] = worker_owned(worker, args.steps, way)
     for name, f in found.items():
         print(
             f"{name:58} {f['us']:9.0f} µs ÷ {f['beside_us']:9.0f} µs = {f['ratio']:.2f} (limit {LIMITS[name]})"

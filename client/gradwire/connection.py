@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from gradwire.background import Background
     from gradwire.far import NoTether
     from gradwire.pipeline import Pipeline
+    from gradwire.steps import Steps
 
 __all__ = ["LOOK_MS", "Connection"]
 
@@ -81,6 +82,7 @@ class Connection:
         self.released, self.dropped_remotes, self.dropped_optimizers = Released(), Released(), Released()
         self._opening = threading.RLock()
         self._pipeline: Pipeline | None = None
+        self._steps: Steps | None = None
         self.last_error: tuple[float, GradwireError] | None = None
         self.calls = 0
         self.waited_s = 0.0
@@ -116,6 +118,8 @@ class Connection:
         """
         try:
             self.life.check_usable()
+            if self._steps is not None:
+                self.settle()
             return self._request_noted(make, carriers, timeout_s)
         except ClosedError:
             end_daemon()
@@ -156,6 +160,8 @@ class Connection:
     ) -> Outcome:
         """Make a call; one that is made again and again is short (`gradwire_wire.plans`). Blocks as `request` does."""
         chain, key = self.life.check_usable(), None
+        if self._steps is not None:
+            self.settle()
         try:
             signature = signature_of(carriers) if type(token) is int and not site.seeded else None
             if signature is not None:
@@ -341,7 +347,7 @@ class Connection:
     @property
     def keeps_order(self) -> bool:
         """Whether calls that are submitted are made in their order: by the pipeline, or one by one where it cannot be had just now."""
-        return self.may_pipeline and self.lines.has_lanes
+        return self.may_pipeline and self.lines.can_pipeline
 
     def pipeline(self, background: Background) -> Pipeline | None:
         """What calls are submitted by; None where they cannot be. Raises what any call would, were it made now."""
@@ -357,12 +363,24 @@ class Connection:
         kind = needed("gradwire.pipeline").Pipeline  # whoever never submits does without
         with self._opening:
             if self._pipeline is None or self._pipeline.is_over:
-                lane = self.lines.open_pipeline_lane()
+                lane = self.lines.open_pipeline()
                 if lane is None or self.life.is_closed:
                     self._pipeline = None
                 else:
                     self._pipeline = kind(self, lane, background)
             return self._pipeline
+
+    def submitted_steps(self) -> Steps:
+        """Those that were submitted here, for which every message waits then."""
+        if self._steps is None:
+            self._steps = needed("gradwire.steps").Steps()
+        return self._steps
+
+    def settle(self) -> None:
+        """Steps that were submitted are made before what is asked next. Raises what one of them has raised and nobody has been told."""
+        self.drain()
+        if self._steps is not None:
+            self._steps.raise_failed()
 
     def give_back(self) -> None:
         """No more calls are submitted here; those that wait for room go to the anteroom."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradwire.background import Background
     from gradwire.optimizer import Optimizer
     from gradwire.pipeline import Pipeline
+    from gradwire.steps import Steps
     from gradwire.submissions import Submission
 
 __all__ = ["Handle"]
@@ -208,10 +209,17 @@ class Handle(Cached):
 
     def minimize(self, site: Site, op: Op, carriers: Sequence[Carrier]) -> Outcome:
         """A step of an optimizer, and the loss that it was made by: see `gradwire_wire.words`."""
+        self._note_step()
+        return self.invoke(site, (op,), carriers)
+
+    def _note_step(self) -> None:
         self._ready()  # or a loss would be told of that was none: nothing has moved yet
         self.stakes.raise_to(Stake.ALL)
         self._count_move()
-        return self.invoke(site, (op,), carriers)
+
+    def submitted_steps(self) -> Steps:
+        """Those of this target's worker. Raises what keeps a step from being made."""
+        return self._ready().submitted_steps()
 
     def bring_back(self) -> None:
         """Have the target there for a call that is made next. Raises what that call would."""
@@ -322,6 +330,13 @@ class Handle(Cached):
         if self.is_module and (site.training is not False or self.always_moves):
             self._note_stake(site, True)
         return pipeline.submission(self, self._remote, site, carriers, adopt, again)
+
+    def step_submission(self, pipeline: Pipeline, step: Any, optimizer: Optimizer) -> Submission:
+        """A step for the pipeline, as `gradwire.minimizing` has it. The optimizer stays in the worker until it is made."""
+        self._note_step()
+        made = pipeline.submission(self, self._remote, step.site, step.carriers, step.adopt, None, (step.op,))
+        made.holds = optimizer
+        return made
 
     def note_death(self) -> None:
         """A call of this target has met its worker's death."""

@@ -23,7 +23,7 @@ from gradwire_wire.lane import MAX_PACKET, Lane, lane_pair
 from gradwire_wire.page import can_page, page_lane_pair
 from gradwire_wire.process import check_descriptors
 from gradwire_wire.segments import SharingUnavailableError
-from gradwire_wire.sockets import ClientKeys, Dealer, SocketError, Unreachable
+from gradwire_wire.sockets import ClientKeys, Dealer, PipelineDealer, SocketError, Unreachable
 
 __all__ = ["Line", "Lines", "fits", "lanes_wanted", "pages_wanted"]
 
@@ -124,7 +124,7 @@ class Lines:
         try:
             return self._dealers.pop()
         except IndexError:
-            identity = self._client_id + next(self._numbers).to_bytes(4, "big")
+            identity = self._new_identity()
         try:
             made: Dealer = _noted(self._open_dealer(identity))
             return made
@@ -133,6 +133,9 @@ class Lines:
                 f"this process cannot open a further line to its worker: {error}. Close files, call from fewer threads "
                 "at once, or raise the limit (ulimit -n)"
             ) from error
+
+    def _new_identity(self) -> bytes:
+        return self._client_id + next(self._numbers).to_bytes(4, "big")
 
     def _open_dealer(self, identity: bytes) -> Dealer:
         """One that is connected, or will be: a worker that is stopped lets nobody in.
@@ -183,13 +186,31 @@ class Lines:
         return None
 
     @property
-    def has_lanes(self) -> bool:
-        """Whether there are any, though perhaps none can be opened just now."""
-        return self._has_lanes
+    def can_pipeline(self) -> bool:
+        """Whether there is a way for many calls at once, though perhaps it cannot be opened just now.
 
-    def open_pipeline_lane(self) -> Lane | None:
-        """A lane that belongs to no pool, for many calls at once; None where there are no lanes, or none can be opened."""
-        return self._open_lane() if self._has_lanes else None
+        There is none by tcp: a connection that breaks and is made anew loses what was on its way, and nobody is told.
+        """
+        return self._keys is None
+
+    def open_pipeline(self) -> Lane | PipelineDealer | None:
+        """A line that belongs to no pool, for many calls at once; None where none can be opened."""
+        if self._has_lanes:
+            return self._open_lane()
+        return self._open_pipeline_dealer() if self.can_pipeline else None
+
+    def _open_pipeline_dealer(self) -> PipelineDealer | None:
+        try:
+            made = PipelineDealer(self._endpoint, self._new_identity(), self._look_ms)
+        except (SocketError, OSError) as error:
+            if isinstance(error, OSError):
+                _check_refusal(error)
+            return None
+        for _ in range(CONNECT_LOOKS):
+            if made.is_connected(self._look_ms):
+                return made
+        made.close()
+        return None
 
     def check_in(self, line: Line) -> None:
         """The call is over and its reply was read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gradwire import minimizing
 from gradwire.families import untraced
 from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
@@ -12,6 +13,8 @@ from gradwire.selection import checked_options
 from gradwire_wire.errors import UsageError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from gradwire.remote import Remote
 
 __all__ = ["Optimizer"]
@@ -71,7 +74,20 @@ class Optimizer:
         UsageError where there is no loss, or where the arguments want a gradient: nothing has moved then but what a forward moves.
         """
         warn_of_regularizers(self._remote, "step")
-        return self._remote._minimize(self._number, _clip_norm(clip_norm), args, kwargs)
+        return minimizing.minimize(self._remote, ("M", self._number, _clip_norm(clip_norm)), args, kwargs)
+
+    @untraced
+    def submit(self, /, *args: Any, clip_norm: float | None = None, **kwargs: Any) -> Future[Any]:
+        """`minimize`, without waiting for it: a future of its result. Tensors must not be written until that is done.
+
+        Steps are made in the order in which they are submitted, each with the parameters that the one before has left, and the next is on its
+        way while one is made. Whatever is called of the same worker then waits for them. A step that fails moves nothing, and those behind it
+        are made all the same; what it raised is raised by its future or, if nobody has asked that, by the next call, verb or
+        `submit`. It waits for room where many are under way, and for futures among the arguments; where steps cannot be under way
+        (by tcp, while the bridge is traced) for the step itself. Raises at once what refuses the arguments.
+        """
+        warn_of_regularizers(self._remote, "step")
+        return minimizing.submit(self, self._remote, ("M", self._number, _clip_norm(clip_norm)), args, kwargs)
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients of the parameters that it moves."""

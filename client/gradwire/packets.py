@@ -5,7 +5,8 @@ between. One thread sends at a time, and no lock of the pipeline's is held then:
 looks again before it leaves off. What the lane does not take now goes when answers have come.
 
 Handlers of signals may raise between any two steps of the main thread. So calls are numbered as they stand in line, from 1; how far they are
-sent is one number, and a packet is sent and that noted in one step (`Lane.send_and_note`). (An answer may come between the two: what is under
+sent is one number, and a packet is sent and that noted in one step (`Lane.send_and_note`); by ZeroMQ
+the reader of answers alone sends, which no handler interrupts (`PipelineDealer`). (An answer may come between the two: what is under
 way tells nothing about what was sent.)
 """
 
@@ -19,6 +20,7 @@ from gradwire.submissions import Submission
 from gradwire_wire import sockets
 from gradwire_wire.batches import MAX_BATCH, batch_of
 from gradwire_wire.lane import Lane, TooLong
+from gradwire_wire.sockets import PipelineDealer
 
 __all__ = ["Packets"]
 
@@ -32,7 +34,7 @@ class Packets:
     latest: the number of the call that was put there last, by whoever puts it.
     """
 
-    def __init__(self, lane: Lane, under_way: deque[Submission]) -> None:
+    def __init__(self, lane: Lane | PipelineDealer, under_way: deque[Submission]) -> None:
         self._lane, self._under_way = lane, under_way
         self.latest = 0
         self._sent = deque([0], maxlen=1)  # the number of the last call that was sent
@@ -52,7 +54,7 @@ class Packets:
 
     def flush(self) -> None:
         """Send what the lane takes of what is unsent. One thread at a time; nobody waits."""
-        while self._sent[-1] < self.latest and not self._sending.locked():
+        while self._sent[-1] < self.latest and self._lane.may_send() and not self._sending.locked():
             with self._sending:
                 self._sender = threading.get_ident()
                 try:
@@ -65,7 +67,8 @@ class Packets:
         """Send the first frames that are unsent. Whether the lane took them."""
         calls = list(self._under_way)
         first = self._sent[-1] + 1 - calls[0].number if calls else 0
-        frames = of_one_packet([call.frame for call in calls[first : first + MAX_BATCH]])
+        most = MAX_BATCH if self._lane.takes_batches else 1
+        frames = of_one_packet([call.frame for call in calls[first : first + most]])
         try:
             return bool(frames) and self._send_frames(frames)
         except sockets.Unreachable:

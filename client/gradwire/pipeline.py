@@ -11,7 +11,7 @@ at once, and puts it behind the others; a single thread per connection, started 
 
 What is unsent goes in packets (`gradwire.packets`): that is what makes it faster than calls in turn; and the pump lets answers gather
 where many are under way (`gradwire.pauses`). Answers come in the order of the calls. ``_lock`` guards the order and the window; nobody waits,
-sends or runs foreign code while holding it. Locks are taken in this order: ``_lock``, a future's, ``_finished``, for which whoever wants a
+sends or runs foreign code while holding it. Locks are taken in this order: ``_lock``, a future's, ``finished``, for which whoever wants a
 result waits (`gradwire.futures`). Callbacks of others than ours run in the background's threads, since they may wait for what the pump is to
 bring.
 
@@ -43,9 +43,10 @@ from gradwire.pauses import PAUSE_S, Pauses
 from gradwire.replies import reply_in
 from gradwire.submissions import Coder, Elsewhere, Strange, Submission
 from gradwire_wire import sockets
-from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError, WorkerDiedError
+from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError, UsageError, WorkerDiedError
 from gradwire_wire.exchange import Ended
 from gradwire_wire.lane import Lane
+from gradwire_wire.sockets import PipelineDealer
 
 if TYPE_CHECKING:
     from gradwire.connection import Connection
@@ -65,14 +66,14 @@ AT_ONCE = 32
 class Pipeline:
     """Of one connection. Its lane is its own; any thread may submit."""
 
-    def __init__(self, connection: Connection, lane: Lane, background: Background) -> None:
+    def __init__(self, connection: Connection, lane: Lane | PipelineDealer, background: Background) -> None:
         """Takes over the lane."""
         self._connection, self._lane, self._background = connection, lane, background
         self._lock = threading.RLock()
         self._coder = Coder(connection, lane, self._lock)
         self._room, self._work = threading.Condition(self._lock), threading.Condition(self._lock)
         self._finished_lock = threading.RLock()
-        self._finished = threading.Condition(self._finished_lock)
+        self.finished = threading.Condition(self._finished_lock)
         self._under_way: deque[Submission] = deque()
         self._packets = Packets(lane, self._under_way)
         self._waiting: deque[Submission] = deque()
@@ -92,7 +93,7 @@ class Pipeline:
 
     def new_future(self) -> CallFuture:
         """A future for a call that is submitted later."""
-        return CallFuture(self._finished)
+        return CallFuture(self.finished)
 
     # -- submitting ------------------------------------------------------------------------------
 
@@ -105,13 +106,15 @@ class Pipeline:
         MemoryExhaustedError where there is no thread to read the answers.
         """
         call.is_fresh = future is None
-        call.future = future or CallFuture(self._finished)
+        call.future = future or CallFuture(self.finished)
         if self._lock._is_owned() or self._packets.are_sent_here:  # type: ignore[attr-defined]
             return None  # a handler of signals has interrupted just this
         with self._lock:
             has_room = self._has_room(call.nbytes) or self._wait_for_room(call.nbytes, may_wait)
             call.is_late = not in_turn and self._background.anteroom.is_occupied
             if self._is_over or call.is_late:
+                return None
+            if not has_room and call.again is None:
                 return None
             if not has_room:
                 call.hold()
@@ -178,6 +181,7 @@ class Pipeline:
         with self._lock:
             if self._thread is not threading.current_thread():
                 return
+        self._lane.begin()
         try:
             while self._wait_for_work():
                 self._read()
@@ -294,16 +298,16 @@ class Pipeline:
     def _complete(self, done: Sequence[tuple[Submission, Any, BaseException | None]]) -> None:
         """Tell the futures, and then their callbacks."""
         for call, result, error in done:
-            if not call.is_abandoned and belongs_to(call.future, self._finished):
+            if not call.is_abandoned and belongs_to(call.future, self.finished):
                 finish(call.future, result, error)
         with self._finished_lock:
-            self._finished.notify_all()
+            self.finished.notify_all()
         for call, result, error in done:
             if call.is_abandoned:  # and told why
                 continue
             if error is not None:
                 self._note_error(call, error)
-            if not belongs_to(call.future, self._finished):  # made before the worker was restarted
+            if not belongs_to(call.future, self.finished):  # made before the worker was restarted
                 self._background.start(call.future, giving(result) if error is None else raising(error))
             elif call.future._done_callbacks:
                 self._call_back(call.future)
@@ -359,13 +363,21 @@ class Pipeline:
 
     def drain(self) -> None:
         """Wait until what has been submitted so far is done."""
+        self.check_may_wait()
         with self._lock:
             latest = [*self._waiting][-1:] or [*self._under_way][-1:]
         if latest and threading.current_thread() is not self._thread:
             future = latest[0].future  # perhaps of a former connection, with another condition
             with self._finished_lock:
                 while future._state not in OVER:
-                    self._finished.wait(LOOK_S)
+                    self.finished.wait(LOOK_S)
+
+    def check_may_wait(self) -> None:
+        """UsageError for a handler of signals that has interrupted just this."""
+        if self._lock._is_owned() or self._packets.are_sent_here:  # type: ignore[attr-defined]
+            raise UsageError(
+                "a handler of signals has interrupted submit(), and what it asks for waits for what was submitted: do it after that"
+            )
 
     def close(self) -> None:
         """The connection is closed: what is under way is told so, by the pump; the worker need not begin with it."""

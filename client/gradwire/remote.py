@@ -208,8 +208,7 @@ class Remote:
 
         Calls from numpy, and from torch where no gradient is recorded, are made in this order, and many are under way at
         once: it waits while that are 128 calls or 16 MiB of arguments (a thread that runs an event loop never does). All
-        others, and all of them by tcp, with ``GRADWIRE_LANE=zmq`` or ``retry``, are made by eight
-        threads, in no order: wait for such a future before ``train``, ``step`` and the like, which wait for the former alone.
+        others, and all of them by tcp or with ``retry``, are made by eight threads, in no order: wait for such a future before ``train``, ``step`` and the like, which wait for the former alone.
 
         An argument may be the future of another ``submit``, also inside lists, tuples and dicts: the call is made once its
         result is there, and fails as it failed. torch's ``no_grad``, ``enable_grad`` and ``inference_mode`` are those of the
@@ -335,29 +334,6 @@ class Remote:
         warn_of_regularizers(self)
         number = self._change("optimizer", checked_target(target), checked_options(kwargs), **settings)
         return Optimizer(self, target, number)
-
-    @untraced
-    def _minimize(
-        self, number: int, clip_norm: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """See `Optimizer.minimize`."""
-        self._check_that_it_happens("minimize")
-        structure, leaves, family = self._read(args, kwargs)
-        self._check_of_constants(structure, leaves, family)
-        carriers = exported(leaves, structure)
-        self._drain()
-        site = self._plain_site(structure, accumulate=True)
-        outcome = self.handle.minimize(site, ("M", number, clip_norm), carriers)
-        return outcome.tree(tensors_named(family).adopt)
-
-    def _check_of_constants(self, structure: bytes, leaves: list[Any], family: str) -> None:
-        """UsageError where somebody is recording what made these arguments: no gradient would come back to it."""
-        is_plain = getattr(face_named(family), "is_plain", None)
-        if is_plain is not None and not is_plain(self._plain_site(structure, False), leaves):
-            raise UsageError(
-                f"minimize() of {self.handle.name} gives no gradient to what made its arguments, and one of them requires it: detach() "
-                "it, or call the module, then backward(), step() and zero_grad()"
-            )
 
     def _check_that_it_happens(self, verb: str) -> None:
         """UsageError where a program is traced: it would be done now, once, and never when that runs."""

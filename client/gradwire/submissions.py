@@ -24,6 +24,8 @@ from gradwire_wire.exchange import NotShared
 from gradwire_wire.lane import Lane
 from gradwire_wire.messages import Done, Failed
 from gradwire_wire.plans import MAX_PLANS
+from gradwire_wire.sockets import PipelineDealer
+from gradwire_wire.words import Word
 
 if TYPE_CHECKING:
     from gradwire.connection import Connection
@@ -46,8 +48,8 @@ class Strange(Exception):
 class Submission:
     """One call: what it needs to be encoded, and then to be told its answer.
 
-    adopt: makes a tensor of a result's carrier. again: makes the call the ordinary way. is_elsewhere: whether no packet takes it.
-    is_late: whether others wait before it.
+    adopt: makes a tensor of a result's carrier. again: makes the call the ordinary way; None where it never waits here. is_elsewhere: whether no
+    packet takes it. is_late: whether others wait before it. holds: what must not go before it is answered.
     """
 
     __slots__ = (
@@ -59,6 +61,7 @@ class Submission:
         "frame",
         "future",
         "handle",
+        "holds",
         "is_abandoned",
         "is_elsewhere",
         "is_fresh",
@@ -71,6 +74,7 @@ class Submission:
         "remote",
         "signature",
         "site",
+        "word",
     )
 
     def __init__(
@@ -81,18 +85,20 @@ class Submission:
         carriers: list[Carrier],
         adopt: Callable[[Carrier], Any],
         again: Callable[[], Any] | None,
+        word: Word = (),
     ) -> None:
         self.handle, self.remote, self.site, self.carriers = handle, remote, site, carriers
-        self.adopt, self.again = adopt, again
+        self.adopt, self.again, self.word = adopt, again, word
         self.chain = chain = serving()
         self.signature = signature = signature_of(carriers)
-        self.key = (remote, site.number, tuple(chain) if chain else (), signature)
+        self.key = (remote, site.number, word, tuple(chain) if chain else (), signature)
         self.nbytes = sum([c.array.nbytes for c in carriers])
         self.is_abandoned = self.is_elsewhere = self.is_late = self.is_new = self.is_fresh = False
         self.call_id = self.number = 0
         self.frame = b""
         self.plan: Plan | None = None
         self.future: Any = None
+        self.holds: Any = None
 
     def hold(self) -> None:
         """It has to wait its turn: what is small is copied, for its caller may write it soon."""
@@ -105,7 +111,7 @@ class Submission:
 class Coder:
     """Of one lane: its plans, and which calls there were before. lock: of the pipeline."""
 
-    def __init__(self, connection: Connection, lane: Lane, lock: threading.RLock) -> None:
+    def __init__(self, connection: Connection, lane: Lane | PipelineDealer, lock: threading.RLock) -> None:
         self._connection, self._lane, self._lock = connection, lane, lock
         self._exchange = connection.exchange
         self._most = lane.largest_packet()
@@ -136,7 +142,7 @@ class Coder:
         try:
             if further:
                 raise Elsewhere
-            template = Template(call.remote, call.site, (), 0, 0, 0, call.chain)
+            template = Template(call.remote, call.site, call.word, 0, 0, 0, call.chain)
             message = template.message(call.call_id, headers, [])
             frame = self._planned(call, message) if self._is_to_be_planned(call) else None
             frame = frame or messages.pack(message)
@@ -224,6 +230,6 @@ class Coder:
         if call.is_abandoned:
             self._exchange.decline(reply.headers)
             return None
-        check_results((), reply.headers)
+        check_results(call.word, reply.headers)
         carriers = self._exchange.borrow_all(reply.headers, frames[1:])
         return Outcome(carriers, reply.structure, 0).tree(call.adopt)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.steps import UNDER_WAY
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 Workers = Callable[[str], gw.Worker]
@@ -269,7 +273,8 @@ def test_by_each_line_and_after_a_restart(
         worker = bridge.worker("torch", python=torch_python, path=[TARGETS], threads=1)
         net = worker.module("with_loss:make_torch")
         optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
-        losses = [float(optimizer.minimize(X, Y)) for _ in range(6)]
+        losses = [float(optimizer.minimize(X, Y)) for _ in range(3)]
+        losses += [float(future.result(60)) for future in [optimizer.submit(X, Y) for _ in range(20)]]
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < losses[0]
         if lane == "zmq":
@@ -280,6 +285,142 @@ def test_by_each_line_and_after_a_restart(
         with pytest.raises(gw.UsageError, match="former life"):
             optimizer.minimize(X, Y)
         assert net.buffers()["calls"] == 0
+        optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+        under_way = [optimizer.submit(X, Y, nap=60.0) for _ in range(3)]
+        os.kill(worker.pid, signal.SIGKILL)
+        for future in under_way:
+            with pytest.raises(gw.WorkerDiedError):
+                future.result(60)
+
+
+# ---- Steps that are submitted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+@pytest.mark.parametrize("caller", ["numpy", "torch", "tensorflow", "jax"])
+def test_submitted_steps_are_those_that_are_waited_for(
+    worker_of: Workers, framework: str, caller: str
+) -> None:
+    """Bit for bit; and whatever is asked next, by whatever line, finds all of them made."""
+    worker, target = worker_of(framework), f"with_loss:{FACTORY[framework]}"
+    dtype = "float32" if caller == "jax" else "float64"
+    net, other = worker.module(target, dtype), worker.module(target, dtype)
+    submitted, waited = trained(net, framework), trained(other, framework)
+    y = as_of(caller, Y.astype(dtype))
+    xs = [as_of(caller, (X + i).astype(dtype)) for i in range(12)]
+    wanted = [waited.minimize(x, y, clip_norm=3.0) for x in xs]
+    futures = [submitted.submit(x, y, clip_norm=3.0) for x in xs]
+    last = net(xs[0], y)
+    assert all(future.done() for future in futures)
+    for future, loss in zip(futures, wanted, strict=True):
+        assert type(future.result(0)) is type(loss)
+        np.testing.assert_array_equal(future.result(0), loss)
+    np.testing.assert_array_equal(as_numpy(last), as_numpy(other(xs[0], y)))
+    parameters = other.parameters()
+    futures = [submitted.submit(x, y) for x in xs]
+    for x in xs:
+        waited.minimize(x, y)
+    for name, value in net.parameters().items():
+        assert (value != parameters[name]).any()
+        np.testing.assert_array_equal(value, other.parameters()[name])
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    return np.asarray(x.detach() if hasattr(x, "detach") else x)
+
+
+def test_few_steps_are_under_way_at_once(worker_of: Workers, tmp_path: pathlib.Path) -> None:
+    """Or the worker would read arguments that have left its caches long ago."""
+    optimizer = worker_of("torch").module("with_loss:make_that_waits").optimizer("torch.optim:SGD", lr=0.1)
+    sign, futures = tmp_path / "go", []
+
+    def submit() -> None:
+        for _ in range(UNDER_WAY + 1):
+            futures.append(optimizer.submit(X, str(sign)))
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive() and len(futures) == UNDER_WAY
+    assert not any(future.done() for future in futures)
+    sign.touch()
+    thread.join(60)
+    assert [float(future.result(60)) > 0 for future in futures] == [True] * (UNDER_WAY + 1)
+
+
+def failing_steps(worker_of: Workers) -> tuple[gw.Remote, gw.Optimizer, list[Any]]:
+    """Three steps, of which the second fails by its arguments."""
+    net = worker_of("torch").module("with_loss:make_torch")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    return net, optimizer, [optimizer.submit(X, Y if i != 1 else Y[:5]) for i in range(3)]
+
+
+def test_a_step_that_fails_says_so_and_the_others_are_made(worker_of: Workers) -> None:
+    net, optimizer, futures = failing_steps(worker_of)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        futures[1].result(60)
+    assert float(futures[2].result(60)) < float(futures[0].result(60))
+    assert float(optimizer.submit(X, Y).result(60)) < float(futures[2].result(60))  # it is not told again
+    assert net.buffers()["calls"] == 4
+
+
+@pytest.mark.parametrize("asked", ["call", "verb", "minimize", "submit", "vjp"])
+def test_what_a_step_has_raised_that_nobody_asked_for_is_raised_by_what_comes_next(
+    worker_of: Workers, asked: str
+) -> None:
+    net, optimizer, futures = failing_steps(worker_of)
+    futures[2].result(60)
+    act: dict[str, Any] = {
+        "call": lambda: net(X, Y),
+        "verb": net.parameters,
+        "minimize": lambda: optimizer.minimize(X, Y),
+        "submit": lambda: optimizer.submit(X, Y).result(60),
+        "vjp": lambda: net.vjp(X, Y),
+    }
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        act[asked]()
+    assert "a step that was submitted before" in caught.value.__notes__[-1]
+    act[asked]()  # once
+
+
+def test_an_optimizer_stays_until_its_steps_are_made(worker_of: Workers) -> None:
+    net = worker_of("torch").module("with_loss:make_torch")
+    before = net.parameters()
+    futures = [net.optimizer("torch.optim:SGD", lr=0.1).submit(X, Y, nap=0.1) for _ in range(3)]
+    assert len({float(future.result(60)) for future in futures}) == 3
+    assert any((net.parameters()[name] != before[name]).any() for name in before)
+
+
+def test_what_refuses_the_arguments_is_raised_at_once(worker_of: Workers) -> None:
+    import torch
+
+    net = worker_of("torch").module("with_loss:make_torch")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+    with pytest.raises(gw.UsageError, match=r"submit\(\) .* detach\(\)"):
+        optimizer.submit(torch.tensor(X, requires_grad=True), torch.tensor(Y))
+    with pytest.raises(gw.UnsupportedTensorError, match=r"args\[1\]"):
+        optimizer.submit(X, np.array(["text"]))
+    assert net.buffers()["calls"] == 0
+
+
+def test_steps_that_no_line_takes_are_made_in_their_turn(
+    worker_of: Workers, shared_bridge: gw.Bridge, tmp_path: pathlib.Path
+) -> None:
+    """Arguments longer than any packet, futures as arguments, and a bridge that is traced."""
+    worker = worker_of("torch")
+    net, other = (worker.module("with_loss:make_that_waits") for _ in range(2))
+    optimizer, reference = (n.optimizer("torch.optim:SGD", lr=0.1) for n in (net, other))
+    net.eval()
+    x = other.submit(X, "")
+    futures = [optimizer.submit(X + i, "a" * 400_000 if i % 2 else "") for i in range(4)]
+    futures.append(optimizer.submit(X + x.result(60) * np.zeros_like(X), ""))
+    with shared_bridge.trace(tmp_path / "steps.json"):
+        futures.append(optimizer.submit(X, ""))
+        failing = optimizer.submit(X[:, :2], "")
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            failing.result(0)
+    wanted = [reference.minimize(X + (i if i < 4 else 0), "") for i in range(6)]
+    np.testing.assert_array_equal([float(f.result(60)) for f in futures], np.array(wanted, float))
 
 
 @pytest.mark.parametrize("compiler", ["jax.jit", "lax.scan", "tf.function"])

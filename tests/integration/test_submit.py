@@ -208,19 +208,29 @@ def test_awaited(workers: tuple[gw.Worker, gw.Worker]) -> None:
 
 # ---- Many under way ---------------------------------------------------------------------------------------------------
 
-on_lanes = pytest.mark.skipif(
-    os.environ.get("GRADWIRE_LANE") == "zmq", reason="by ZeroMQ each call has a thread"
-)
+
+@pytest.fixture(scope="module", params=["auto", "zmq"])
+def by_each_line(request: pytest.FixtureRequest) -> Iterator[gw.Worker]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADWIRE_LANE", request.param)
+        with gw.connect() as bridge:
+            yield bridge.worker("numpy", path=[TARGETS])
+
+
+@pytest.fixture(params=["auto", "zmq"])
+def line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What new connections go by."""
+    monkeypatch.setenv("GRADWIRE_LANE", request.param)
+    return str(request.param)
 
 
 def small(i: float) -> np.ndarray:
     return np.full(1, i, "f8")
 
 
-@on_lanes
-def test_they_are_made_in_their_order(workers: tuple[gw.Worker, gw.Worker]) -> None:
+def test_they_are_made_in_their_order(by_each_line: gw.Worker) -> None:
     """Small and large, first ones and planned ones, and those that wait in an event loop, which never waits."""
-    note, noted = (workers[0].function(f"submitted:{name}") for name in ("note", "noted"))
+    note, noted = (by_each_line.function(f"submitted:{name}") for name in ("note", "noted"))
     noted(small(0))
 
     async def within_a_loop() -> list[Future[Any]]:
@@ -233,10 +243,9 @@ def test_they_are_made_in_their_order(workers: tuple[gw.Worker, gw.Worker]) -> N
     np.testing.assert_array_equal(noted(small(0)), np.arange(1000))
 
 
-@on_lanes
-def test_those_that_no_packet_takes_keep_their_order(workers: tuple[gw.Worker, gw.Worker]) -> None:
+def test_those_that_no_packet_takes_keep_their_order(by_each_line: gw.Worker) -> None:
     """For a text is longer; those that wait for room, and those whose argument is another's future, as well."""
-    note, noted = (workers[0].function(f"submitted:{name}") for name in ("note", "noted"))
+    note, noted = (by_each_line.function(f"submitted:{name}") for name in ("note", "noted"))
     noted(small(0))
 
     def submit(i: int, x: Any) -> Future[Any]:
@@ -255,8 +264,8 @@ def test_those_that_no_packet_takes_keep_their_order(workers: tuple[gw.Worker, g
     assert sorted(found[250:]) == [3, 4]
 
 
-@on_lanes
 @pytest.mark.parametrize("how", ["died", "restarted"])
+@pytest.mark.usefixtures("line")
 def test_they_keep_their_order_while_their_worker_comes_back(how: str) -> None:
     """Also those of several targets, of which one is loaded again before the other."""
     with gw.connect() as bridge:
@@ -274,13 +283,12 @@ def test_they_keep_their_order_while_their_worker_comes_back(how: str) -> None:
             np.testing.assert_array_equal(noted(small(0)), np.arange(100))
 
 
-@on_lanes
 def test_they_keep_their_order_while_no_lane_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a worker has died just now, and its connection does not know yet; or for want of descriptors."""
     with gw.connect() as bridge:
         worker = bridge.worker("numpy", path=[TARGETS])
         note, noted = worker.function("submitted:note"), worker.function("submitted:noted")
-        monkeypatch.setattr(lines.Lines, "open_pipeline_lane", lambda self: None)
+        monkeypatch.setattr(lines.Lines, "open_pipeline", lambda self: None)
         futures = [note.submit(small(i)) for i in range(50)]
         wait(futures, 60)
         monkeypatch.undo()
@@ -289,7 +297,7 @@ def test_they_keep_their_order_while_no_lane_can_be_opened(monkeypatch: pytest.M
         np.testing.assert_array_equal(noted(small(0)), np.arange(100))
 
 
-@on_lanes
+@pytest.mark.usefixtures("line")
 def test_those_that_waited_for_room_go_to_the_next_process_in_their_order() -> None:
     """And before what is submitted later. Those that were under way are told."""
     with gw.connect() as bridge:
@@ -310,9 +318,8 @@ def test_those_that_waited_for_room_go_to_the_next_process_in_their_order() -> N
         np.testing.assert_array_equal(noted(small(0)), np.arange(127, 350))
 
 
-@on_lanes
-def test_small_arguments_are_taken_at_once(workers: tuple[gw.Worker, gw.Worker]) -> None:
-    nap, double = workers[0].function("submitted:nap"), workers[0].function("any_framework:double")
+def test_small_arguments_are_taken_at_once(by_each_line: gw.Worker) -> None:
+    nap, double = by_each_line.function("submitted:nap"), by_each_line.function("any_framework:double")
     x = np.zeros(3)
     first = nap.submit(x, 0.2)
     futures = []
@@ -364,7 +371,7 @@ def test_each_has_its_own_error(workers: tuple[gw.Worker, gw.Worker]) -> None:
         refused.result(60)
 
 
-@on_lanes
+@pytest.mark.usefixtures("line")
 def test_a_worker_that_dies_under_them(tmp_path: pathlib.Path) -> None:
     """What was answered stays so, the others say that it died, and none is made a second time."""
     with gw.connect() as bridge:
@@ -381,9 +388,8 @@ def test_a_worker_that_dies_under_them(tmp_path: pathlib.Path) -> None:
         assert write.submit(small(1), str(path)).result(60) == 1
 
 
-@on_lanes
-def test_a_deadline_counts_from_when_the_worker_could_begin(workers: tuple[gw.Worker, gw.Worker]) -> None:
-    nap, double = workers[0].function("submitted:nap"), workers[0].function("any_framework:double")
+def test_a_deadline_counts_from_when_the_worker_could_begin(by_each_line: gw.Worker) -> None:
+    nap, double = by_each_line.function("submitted:nap"), by_each_line.function("any_framework:double")
     nap.submit(small(0), 3.3)
     patient = nap.options(timeout=3.0)
     for future in [patient.submit(small(i), 0.05) for i in range(8)]:
@@ -393,12 +399,13 @@ def test_a_deadline_counts_from_when_the_worker_could_begin(workers: tuple[gw.Wo
     with pytest.raises(gw.DeadlineError):
         late.result(60)
     assert [float(f.result(60)[0]) for f in after] == [2.0 * i for i in range(20)]
-    assert workers[0].last_error is not None and isinstance(workers[0].last_error[1], gw.DeadlineError)
+    assert by_each_line.last_error is not None and isinstance(by_each_line.last_error[1], gw.DeadlineError)
 
 
-@on_lanes
-def test_cancelled_while_it_waits(workers: tuple[gw.Worker, gw.Worker], tmp_path: pathlib.Path) -> None:
-    note, noted, waits = (workers[0].function(f"submitted:{name}") for name in ("note", "noted", "waits_for"))
+def test_cancelled_while_it_waits(by_each_line: gw.Worker, tmp_path: pathlib.Path) -> None:
+    note, noted, waits = (
+        by_each_line.function(f"submitted:{name}") for name in ("note", "noted", "waits_for")
+    )
     noted(small(0))
 
     async def act() -> list[Future[Any]]:
@@ -454,6 +461,17 @@ def test_a_thousand_gathered_while_the_loop_goes_on(
     assert has_ticked, "the calls waited behind the first, and so did the loop"
 
 
+def test_a_handler_of_signals_is_refused_what_would_wait_for_the_call_that_it_interrupted(
+    workers: tuple[gw.Worker, gw.Worker],
+) -> None:
+    double: Any = workers[0].function("any_framework:double")
+    assert double.submit(small(1)).result(60) == 2
+    with double.handle._loaded._pipeline._lock:  # as in the middle of `submit`
+        with pytest.raises(gw.UsageError, match="a handler of signals has interrupted submit"):
+            double.handle.drain()
+    double.handle.drain()
+
+
 def test_between_calls_of_other_threads(workers: tuple[gw.Worker, gw.Worker]) -> None:
     double, wrong = workers[0].function("any_framework:double"), []
 
@@ -477,6 +495,7 @@ def test_between_calls_of_other_threads(workers: tuple[gw.Worker, gw.Worker]) ->
     assert not wrong
 
 
+@pytest.mark.usefixtures("line")
 def test_closed_with_calls_under_way() -> None:
     with gw.connect() as bridge:
         worker = bridge.worker("numpy", path=[TARGETS])
@@ -491,7 +510,6 @@ def test_closed_with_calls_under_way() -> None:
                 nap.submit(small(0), 0.0).result(60)
 
 
-@on_lanes
 def test_state_changes_after_what_was_submitted(torch_worker: gw.Worker) -> None:
     """In torch: what records nothing goes at once, what records has its gradient, and modes change in between."""
     torch = pytest.importorskip("torch")

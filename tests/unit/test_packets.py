@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gradwire.packets import BATCH, BATCH_NBYTES, SOON, Packets, of_one_packet
+from gradwire_wire import sockets
 from gradwire_wire.batches import BATCH as HEAD
 from gradwire_wire.batches import MAX_BATCH, SHORT_BATCH, frames_in
 from gradwire_wire.lane import TooLong
@@ -22,6 +25,11 @@ class Lane:
     def __init__(self, room: int = 1000, refusal: type[Exception] | None = None) -> None:
         self.room, self.refusal, self.sent = room, refusal, []
         self.meanwhile: Callable[[], None] = lambda: None
+
+    takes_batches = True
+
+    def may_send(self) -> bool:
+        return True
 
     def send_and_note(self, packet: bytes, note: Callable[[Any], Any], value: int) -> bool:
         is_batch = packet[0] == SHORT_BATCH and len(packet) > HEAD.size
@@ -36,10 +44,10 @@ class Lane:
         return True
 
 
-def pipeline(lane: Lane) -> tuple[Packets, deque[Any], Callable[[int], None]]:
+def pipeline(lane: Any) -> tuple[Packets, deque[Any], Callable[[int], None]]:
     """Packets, the calls under way, and how so many more get there."""
     under_way: deque[Any] = deque()
-    packets = Packets(lane, under_way)  # type: ignore[arg-type]
+    packets = Packets(lane, under_way)
 
     def put(count: int) -> None:
         for _ in range(count):
@@ -128,3 +136,39 @@ def test_at_the_end_nothing_is_sent(end: Exception | None) -> None:
         under_way.clear()
     packets.flush()
     assert lane.sent == [] and not packets.are_sent_here
+
+
+def test_by_zeromq_its_reader_alone_sends(tmp_path: Path) -> None:
+    """Frame by frame. Whoever else has something to send wakes it, and a bell that rings often is no news, nor one after the end."""
+    address = f"ipc://{tmp_path}/router"
+    router = sockets.bind_router(address)
+    dealer = sockets.PipelineDealer(address, b"reader", 10_000)
+    packets, _, put = pipeline(dealer)
+    put(3)
+    packets.flush()
+    assert sockets.receive_nowait(router) is None
+    dealer.begin()
+    packets.flush()
+    assert [sockets.receive(router)[1] for _ in range(3)] == [b"\x901", b"\x902", b"\x903"]
+    put(1)
+    in_thread(lambda: [packets.flush() for _ in range(100_000)])
+    with pytest.raises(sockets.Again):
+        dealer.receive()
+    packets.flush()
+    sockets.send_nowait(router, sockets.receive(router))
+    while True:
+        try:
+            assert dealer.receive() == [b"\x904"]
+            break
+        except sockets.Again:  # rung once more
+            pass
+    put(1)
+    dealer.close()
+    in_thread(packets.flush)
+    router.close()
+
+
+def in_thread(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()

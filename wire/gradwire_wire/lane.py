@@ -68,10 +68,11 @@ class Lane:
     incoming, outgoing: where short frames lie (see plans.py): the last one received, until the next is; and the
     next one to send. plans: what both ends have agreed on. inlined: tensors up to so many bytes travel in them.
     is_alone: whether no other call of this process is in flight; of use to lanes with a page.
-    max_message: bytes that a call's message may have to go by this lane. The rest: see `KeepingLane`, `WorkerLane`.
+    max_message: bytes that a call's message may have to go by this lane. takes_batches: whether a packet may be several frames.
+    The rest: see `KeepingLane`, `WorkerLane`.
     """
 
-    is_alone = True
+    is_alone = takes_batches = True
     is_pipelined = has_more = False
     backlog: Any = ()
     room = max_message = MAX_PACKET
@@ -122,6 +123,13 @@ class Lane:
             self._socket.send(packet, _SEND)
         except OSError as error:
             return _refused(error)
+        return True
+
+    def begin(self) -> None:
+        """This thread receives from now on."""
+
+    def may_send(self) -> bool:
+        """Whether this thread may call `send_and_note`: see `gradwire_wire.sockets.PipelineDealer`."""
         return True
 
     def send_and_note(self, packet: bytes, note: Callable[[Any], Any], value: Any) -> bool:

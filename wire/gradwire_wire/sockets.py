@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from socket import socketpair
 from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import zmq
 import zmq.backend
 
 from gradwire_wire.errors import UsageError
+from gradwire_wire.interruption import came_from_handler
 from gradwire_wire.messages import MAX_FRAME
+from gradwire_wire.tether import OwnedSocket
 
 __all__ = [
     "IN",
@@ -36,6 +40,7 @@ __all__ = [
     "Dealer",
     "FarEnd",
     "Gatekeeper",
+    "PipelineDealer",
     "Poller",
     "ServerKey",
     "Socket",
@@ -365,6 +370,78 @@ class Dealer(_Line):
     def close(self) -> None:
         """Close the socket; what was not sent yet is dropped."""
         self._socket.close()
+
+
+class PipelineDealer(Dealer):
+    """A DEALER with many calls under way; `gradwire_wire.lane.Lane` is the other line that can have them.
+
+    One thread, its reader, sends and receives. Any other may only tell it that there is something to send. (So no handler of
+    signals comes between the sending of a frame and the note that it was sent: the reader is never the main thread.)
+    """
+
+    takes_batches = False
+
+    def __init__(self, address: str, identity: bytes, receive_timeout_ms: int) -> None:
+        """SocketError or OSError where this process has no descriptors for it."""
+        self._alarm, self._bell = map(_unblocked, socketpair())
+        super().__init__(address, identity, receive_timeout_ms, waits=True)
+        self._timeout_ms, self._reader = receive_timeout_ms, 0
+        self._lock = threading.RLock()  # held to ring, and to close: descriptors have new owners soon
+
+    def begin(self) -> None:
+        """This thread is the reader from now on."""
+        self._reader = threading.get_ident()
+
+    def may_send(self) -> bool:
+        """Whether this thread sends. If not, the reader's `receive` ends soon, and it looks what there is to send."""
+        if self._reader == threading.get_ident():
+            return True
+        with self._lock:
+            try:
+                self._bell.send(b"!")
+            except OSError as error:  # it has rung often enough, or is closed
+                if came_from_handler(error):
+                    raise
+        return False
+
+    def largest_packet(self) -> int:
+        """Bytes of the largest frame."""
+        return ROOM
+
+    def send_and_note(self, frame: bytes, note: Callable[[Any], Any], value: Any) -> bool:
+        """Send, and then ``note(value)``; False where the queue is full. By the reader."""
+        try:
+            send_nowait(self._socket, (frame,))
+        except Unreachable:
+            return False
+        note(value)
+        return True
+
+    def receive(self) -> list[bytes] | int:
+        """As `Dealer.receive`; Again, too, when there is something to send."""
+        received = self.receive_nowait()
+        if received is not None:
+            return received
+        ready = dict(zmq.zmq_poll([(self._socket, IN), (self._alarm.fileno(), IN)], self._timeout_ms))
+        if self._alarm.fileno() in ready:
+            self._alarm.recv(4096)
+        received = self.receive_nowait() if self._socket in ready else None
+        if received is None:
+            raise Again
+        return received
+
+    def close(self) -> None:
+        """See `Dealer.close`."""
+        super().close()
+        with self._lock:
+            self._alarm.close()
+            self._bell.close()
+
+
+def _unblocked(sock: Any) -> OwnedSocket:
+    made = OwnedSocket(fileno=sock.detach())
+    made.setblocking(False)
+    return made
 
 
 class Addressee(_Line):

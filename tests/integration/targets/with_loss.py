@@ -23,6 +23,22 @@ def make_torch(dtype="float64", dropout=0.0):
     return WithLoss().to(getattr(torch, dtype))
 
 
+def make_that_waits():
+    """Its calls wait until there is a file of that name; none is a name that is empty or too long."""
+    import pathlib
+
+    import torch
+
+    class Waiting(torch.nn.Linear):
+        def forward(self, x, path):
+            while 0 < len(path) < 1000 and not pathlib.Path(path).exists():
+                time.sleep(0.001)
+            return super().forward(x).pow(2).mean()
+
+    torch.manual_seed(0)
+    return Waiting(3, 2).double()
+
+
 def make_keras(dtype="float64"):
     import keras
 

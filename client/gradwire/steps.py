@@ -1,0 +1,90 @@
+"""Steps of optimizers that were submitted and are perhaps not made yet, and what one has raised that nobody has asked for.
+
+What is called after a step was submitted has to see what the step does, but goes by another line, and would overtake it. So each message of the
+connection waits for them first. Nor need anybody ask a future: a step that has failed would be missing in the training, and
+nobody would know. So what it raised is raised by the next thing that is asked of the worker, once, unless its future has told it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gradwire.futures import CallFuture, finish
+
+if TYPE_CHECKING:
+    from gradwire.pipeline import Pipeline
+
+__all__ = ["StepFuture", "Steps"]
+
+UNDER_WAY = 4
+"""Steps under way at most. Two keep the worker busy; with a hundred it reads what has left its caches long ago (1.4 times the time)."""
+
+
+class StepFuture(CallFuture):
+    """A future of a step. is_told: whether somebody has learned from it how the step ended."""
+
+    is_told = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See `concurrent.futures.Future.result`."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_told = self._is_over()
+            del self  # as in the class above
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `concurrent.futures.Future.exception`."""
+        error = super().exception(timeout)
+        self.is_told = True
+        return error
+
+
+class Steps:
+    """Of one connection. Any thread."""
+
+    def __init__(self) -> None:
+        self._futures: deque[StepFuture] = deque()
+
+    def new_future(self, pipeline: Pipeline) -> StepFuture:
+        """A future for a step that goes by that pipeline."""
+        return StepFuture(pipeline.finished)
+
+    def done(self, make: Callable[[], Any]) -> StepFuture:
+        """A step that is made here and now."""
+        future = StepFuture(threading.Condition(threading.RLock()))
+        try:
+            finish(future, make(), None)
+        except Exception as error:
+            finish(future, None, error)
+        return future
+
+    def noted(self, future: StepFuture) -> StepFuture:
+        """It was submitted."""
+        self._futures.append(future)
+        return future
+
+    def make_room(self) -> None:
+        """Wait until one more may be under way. Raises as `raise_failed`."""
+        self.raise_failed()
+        while len(self._futures) >= UNDER_WAY:
+            with contextlib.suppress(IndexError):  # another thread has noted its end
+                self._futures[0].wait()
+            self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raises what the first of them has raised that is done, and has failed untold."""
+        futures = self._futures
+        while futures and (first := futures[0]).done():
+            with contextlib.suppress(ValueError):  # another thread has
+                futures.remove(first)
+            error = None if first.is_told else first.exception()
+            if error is not None:
+                error.add_note(
+                    "This was raised by a step that was submitted before, and whose future nobody has asked."
+                )
+                raise error
