@@ -1,4 +1,4 @@
-"""What a module's call takes beside the caller's arguments: its mode, a random key, its state. Found by signature."""
+"""A call of a model, and where in it the module's own parameters go: its mode, a random key, its state. Found by signature."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Callable, NamedTuple, Sequence, Union
 
 from gradwire_wire.errors import UsageError
 
-__all__ = ["Arguments", "CallSignature"]
+__all__ = ["Arguments", "Call", "CallSignature"]
 
 # keywords that tell a module its mode, and what they are in training
 MODES = {
@@ -24,6 +24,19 @@ MODES = {
 class Arguments(NamedTuple):
     args: Sequence[Any]
     kwargs: dict[str, Any]
+
+
+class Call(NamedTuple):
+    """Everything that a model's result depends on, so that it is a pure function of this.
+
+    training: the mode; None where the module has none. arrays: parameters and buffers by name.
+    key: a typed PRNG key, from which all randomness of the call comes. arguments: the caller's own.
+    """
+
+    training: Union[bool, None]
+    arrays: dict[str, Any]
+    key: Any
+    arguments: Arguments
 
 
 class CallSignature:

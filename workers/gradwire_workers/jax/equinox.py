@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.calls import Arguments, Call, CallSignature
 from gradwire_workers.jax.models import Model, is_of
 from gradwire_workers.jax.pairs import KEYS
 from gradwire_workers.jax.trees import Tree, dotted, is_trainable
@@ -49,22 +49,15 @@ class EquinoxModel(Model):
     def tree_of(self, parameters: dict[str, Any]) -> Any:
         return self._module.only(parameters)
 
-    def apply(
-        self,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        given = self._signature.with_mode(Arguments(args, kwargs), training)
+    def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
+        given = self._signature.with_mode(call.arguments, call.training)
         name = self._signature.first_of(KEYS)
         if name is not None:
-            given = self._signature.having(given, name, key)
-        module = self._in_mode(self._module.filled(arrays), training)
+            given = self._signature.having(given, name, call.key)
+        module = self._in_mode(self._module.filled(call.arrays), call.training)
         if self._state is None:
             return module(*given.args, **given.kwargs), {}
-        return self._with_state(module, self._state.filled(arrays), given)
+        return self._with_state(module, self._state.filled(call.arrays), given)
 
     def _with_state(self, module: Any, state: Any, given: Arguments) -> tuple[Any, dict[str, Any]]:
         name = self._signature.first_of(["state"])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Dict, Iterator, Sequence, Tuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.interpreters import partial_eval
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors import jax as tensors
+from gradwire_workers.jax.calls import Arguments, Call
 from gradwire_workers.jax.flats import JaxFlat
 from gradwire_workers.jax.functions import (
     Signature,
@@ -31,33 +32,35 @@ from gradwire_workers.program import Result, WorkerSite
 
 __all__ = ["Core", "Form", "InLayer", "Replay", "with_buffers", "with_parameters", "without"]
 
-Form = Callable[..., Any]  # (model, training, arrays, key, args, kwargs) -> (result, what it moves)
+Form = Callable[[Model, Call], Tuple[Any, Dict[str, Any]]]
+"""How a caller's call becomes the model's: gives the result, and the buffers as the call leaves them."""
 
 
-def without(model: Model, training: Any, arrays: dict[str, Any], key: Any, args: Any, kwargs: Any) -> Any:
+def without(model: Model, call: Call) -> tuple[Any, dict[str, Any]]:
     """``(*args)``: all state is the worker's."""
-    return model.apply(training, arrays, key, args, kwargs)
+    return model.apply(call)
 
 
-def with_parameters(
-    model: Model, training: Any, arrays: dict[str, Any], key: Any, args: Any, kwargs: Any
-) -> Any:
+def with_parameters(model: Model, call: Call) -> tuple[Any, dict[str, Any]]:
     """``(parameters, *args)``."""
-    given, *rest = args
+    given, *rest = call.arguments.args
     _check_names(given, model.parameters, "parameter")
-    return model.apply(training, {**arrays, **given}, key, tuple(rest), kwargs)
+    return model.apply(_at(call, given, rest))
 
 
-def with_buffers(
-    model: Model, training: Any, arrays: dict[str, Any], key: Any, args: Any, kwargs: Any
-) -> Any:
+def with_buffers(model: Model, call: Call) -> tuple[Any, dict[str, Any]]:
     """``(parameters, buffers, *args) -> (result, buffers)``: nothing moves in the worker."""
-    given, buffers, *rest = args
+    given, buffers, *rest = call.arguments.args
     _check_names(given, model.parameters, "parameter")
     _check_names(buffers, model.buffers, "buffer")
-    result, moved = model.apply(training, {**arrays, **given, **buffers}, key, tuple(rest), kwargs)
-    moved = _moving(model, training, moved)
+    result, after = model.apply(_at(call, {**given, **buffers}, rest))
+    moved = _moving(model, call.training, after)
     return (result, {name: moved.get(name, x) for name, x in buffers.items()}), {}
+
+
+def _at(call: Call, arrays: dict[str, Any], args: Sequence[Any]) -> Call:
+    """The call with these arrays in place of the worker's, and these arguments."""
+    return call._replace(arrays={**call.arrays, **arrays}, arguments=Arguments(args, call.arguments.kwargs))
 
 
 def _moving(model: Model, training: Any, after: dict[str, Any]) -> dict[str, Any]:
@@ -70,10 +73,8 @@ class InLayer:
     def __init__(self, form: Form, trainable: bool) -> None:
         self._form, self._trainable = form, trainable
 
-    def __call__(
-        self, model: Model, training: Any, arrays: dict[str, Any], key: Any, args: Any, kwargs: Any
-    ) -> Any:
-        return self._form(_Collecting(model, self._trainable), training, arrays, key, args, kwargs)
+    def __call__(self, model: Model, call: Call) -> tuple[Any, dict[str, Any]]:
+        return self._form(_Collecting(model, self._trainable), call)
 
 
 class _Collecting(Model):
@@ -84,8 +85,8 @@ class _Collecting(Model):
         self.name, self.parameters, self.buffers = model.name, model.parameters, model.buffers
         self.training, self.is_pure, self.always_moving = model.training, model.is_pure, model.always_moving
 
-    def apply(self, *call: Any) -> Any:
-        return self._model.apply_in_layer(self._trainable, *call)
+    def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
+        return self._model.apply_in_layer(call, self._trainable)
 
 
 def _check_names(given: Any, there: dict[str, Any], what: str) -> None:
@@ -166,7 +167,7 @@ class Replay:
             return self._core.keep(*call)
 
 
-class Call:
+class FlatModel:
     """The model as a flat function of its whole state: lifted parameters and operands, and everything else.
 
     Results come first, then all buffers as the call leaves them.
@@ -195,7 +196,7 @@ class Call:
 
         def target(*args: Any, **kwargs: Any) -> Any:
             core, training = self._core, self._site.training
-            result, after = core.form(core.store.model, training, arrays, key, args, kwargs)
+            result, after = core.form(core.store.model, Call(training, arrays, key, Arguments(args, kwargs)))
             moved.update(_moving(core.store.model, training, after))
             return result
 
@@ -220,34 +221,34 @@ class TracedModule(Traced):
     """See `Traced`. Hidden values that the call does not use are not handed to it; buffers it leaves alone do not come out."""
 
     def __init__(self, core: Core, site: WorkerSite, signature: Signature) -> None:
-        self._core, self._call = core, Call(core, site)
-        hidden = self._call.hidden(core.moment)
+        self._core, self._flat = core, FlatModel(core, site)
+        hidden = self._flat.hidden(core.moment)
         operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in signature]
         is_checked = site.compile is not True and not core.store.model.is_pure
         with jax.checking_leaks() if is_checked else nullcontext():
-            closed = jax.make_jaxpr(self._flat(len(hidden)))(*hidden, *operands)
-        self.lifted, self.structure = len(self._call.lifted), self._call.structure
-        self._results = self._call.results
+            closed = jax.make_jaxpr(self._split_at(len(hidden)))(*hidden, *operands)
+        self.lifted, self.structure = len(self._flat.lifted), self._flat.structure
+        self._results = self._flat.results
         self.avals = [tensors.aval(a) for a in closed.out_avals[: self._results]]
         self.has_effects = bool(closed.jaxpr.effects)
         self.has_rules = has_rules(closed.jaxpr)
         self._own = [c if isinstance(c, jax.Array) else jax.device_put(np.asarray(c)) for c in closed.consts]
         self._prune(closed, len(hidden))
 
-    def _flat(self, hidden: int) -> Callable[..., Any]:
-        return lambda *values: self._call(values[:hidden], values[hidden:])
+    def _split_at(self, hidden: int) -> Callable[..., Any]:
+        return lambda *values: self._flat(values[:hidden], values[hidden:])
 
     def _prune(self, closed: Any, hidden: int) -> None:
         jaxpr, count = closed.jaxpr, self._results
-        first = len(self._call.closed)
-        came = jaxpr.invars[first : first + len(self._call.buffers)]
+        first = len(self._flat.closed)
+        came = jaxpr.invars[first : first + len(self._flat.buffers)]
         stays = [after is before for after, before in zip(jaxpr.outvars[count:], came)]
-        self._moved = [name for name, same in zip(self._call.buffers, stays) if not same]
+        self._moved = [name for name, same in zip(self._flat.buffers, stays) if not same]
         self.moves = len(self._moved)
         wanted = [True] * count + [not same for same in stays]
         operands = len(jaxpr.invars) - hidden
         self._jaxpr, used = partial_eval.dce_jaxpr(jaxpr, wanted, [False] * hidden + [True] * operands)
-        names = [*self._call.closed, *self._call.buffers]
+        names = [*self._flat.closed, *self._flat.buffers]
         self._taken = [name for name, is_used in zip(names, used) if is_used]
         self._takes_key = used[len(names)]
         self.used = used_operands(closed, count)[hidden:]
@@ -275,27 +276,27 @@ class EagerModule:
     """See `Eager`: the model's Python at every call, on real arrays."""
 
     def __init__(self, core: Core, site: WorkerSite) -> None:
-        self._core, self._call = core, Call(core, site)
-        self.lifted = len(self._call.lifted)
-        self.moves = len(self._call.buffers) if site.training or core.store.model.always_moving else 0
+        self._core, self._flat = core, FlatModel(core, site)
+        self.lifted = len(self._flat.lifted)
+        self.moves = len(self._flat.buffers) if site.training or core.store.model.always_moving else 0
 
     @property
     def structure(self) -> bytes:
-        return self._call.structure
+        return self._flat.structure
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return self._evaluated(operands)[: self._call.results]
+        return self._evaluated(operands)[: self._flat.results]
 
     def forward(self, *operands: Any) -> tuple[Any, ...]:
-        return self._evaluated(operands)[: self._call.results + self.moves]
+        return self._evaluated(operands)[: self._flat.results + self.moves]
 
     def _evaluated(self, operands: Sequence[Any]) -> tuple[Any, ...]:
         moment = self._core.moment
         arrays = [jax.device_put(x) if isinstance(x, np.ndarray) else x for x in operands]
         with seeded(moment.seed):
-            return self._call(self._call.hidden(moment), arrays)
+            return self._flat(self._flat.hidden(moment), arrays)
 
     def settled(self, results: Sequence[Any]) -> Sequence[Any]:
         if self.moves:
-            self._core.settle(self._call.buffers, results[self._call.results :])
-        return results[: self._call.results]
+            self._core.settle(self._flat.buffers, results[self._flat.results :])
+        return results[: self._flat.results]

@@ -8,6 +8,7 @@ import jax
 import keras
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.jax.calls import Call
 from gradwire_workers.jax.models import Model
 from gradwire_workers.keras_layers import (
     called_in_layer,
@@ -53,45 +54,23 @@ class KerasModel(Model):
         others = [v for v in layer.variables if id(v) not in weights]
         self._seeds = [v for v in others if v.path.endswith("seed_generator_state")]
 
-    def apply(
-        self,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        return self._applied(self._layer, training, arrays, key, args, kwargs)
+    def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
+        return self._applied(self._layer, call)
 
-    def apply_in_layer(
-        self,
-        trainable: bool,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
+    def apply_in_layer(self, call: Call, trainable: bool) -> tuple[Any, dict[str, Any]]:
         """`apply` with ``(result, losses, masks)`` as the result."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
             return called_in_layer([self._layer], trainable, self._layer, args, kwargs)
 
-        return self._applied(call, training, arrays, key, args, kwargs)
+        return self._applied(called, call)
 
     def regularizers(self) -> list[str]:
         """See `gradwire_workers.program.Program.regularizers`."""
         return regularized(self._layer)
 
-    def _applied(
-        self,
-        call: Callable[..., Any],
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
+    def _applied(self, function: Callable[..., Any], call: Call) -> tuple[Any, dict[str, Any]]:
+        training, arrays, key, (args, kwargs) = call
         if kwargs.get("training", training) != training:
             raise UsageError(
                 f"training={kwargs['training']} in the call, and the module is in the other mode: use remote.train() and "
@@ -101,7 +80,7 @@ class KerasModel(Model):
         mapping += [(v, _seed(v, jax.random.fold_in(key, i))) for i, v in enumerate(self._seeds)]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             with derived_anew([self._layer]):
-                result = call(*args, **{**kwargs, "training": training})
+                result = function(*args, **{**kwargs, "training": training})
         moved = {name: scope.get_current_value(self._variables[name]) for name in self.buffers}
         return result, {name: arrays[name] if x is None else x for name, x in moved.items()}
 

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 import jax
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.calls import Call, CallSignature
 from gradwire_workers.jax.draws import may_draw
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.trees import Tree, dotted, is_trainable
@@ -49,22 +49,15 @@ class LinenModel(Model):
     def tree_of(self, parameters: dict[str, Any]) -> Any:
         return self._trained.only(parameters)["params"]
 
-    def apply(
-        self,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
+    def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
         """Any random stream of the module has its numbers from the key: "dropout" the key itself."""
-        given = self._signature.with_mode(Arguments(args, kwargs), training)
-        rngs = {"dropout": key, "params": jax.random.fold_in(key, 1)}
+        given = self._signature.with_mode(call.arguments, call.training)
+        rngs = {"dropout": call.key, "params": jax.random.fold_in(call.key, 1)}
         result, moved = self._module.apply(
-            self._tree.filled(arrays),
+            self._tree.filled(call.arrays),
             *given.args,
             rngs=rngs,
-            mutable=self._mutable if training else [name for name in self._mutable if name == CACHE],
+            mutable=self._mutable if call.training else [name for name in self._mutable if name == CACHE],
             **given.kwargs,
         )
         return result, Tree(dict(moved), _name).arrays

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Union
 
 from gradwire_wire.errors import UsageError
+from gradwire_workers.jax.calls import Arguments, Call
 from gradwire_workers.keras_layers import MASKS, is_keras_layer
 
 __all__ = ["RETURN", "Model", "is_of", "model_of"]
@@ -41,18 +42,8 @@ class Model(ABC):
     keeps_dtypes = False
 
     @abstractmethod
-    def apply(
-        self,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        """The result of a call with these parameters and buffers, and the buffers as it leaves them: those that move in this mode count.
-
-        key: a typed PRNG key, all randomness of the call comes from it.
-        """
+    def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
+        """The call's result, and the buffers as it leaves them: those that move in this mode count."""
 
     def tree_of(self, parameters: dict[str, Any]) -> Any:
         """These parameters as the library has them, which optimizers are given: their labels and masks go by its paths.
@@ -61,18 +52,11 @@ class Model(ABC):
         """
         return parameters
 
-    def apply_in_layer(
-        self,
-        trainable: bool,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
+    def apply_in_layer(self, call: Call, trainable: bool) -> tuple[Any, dict[str, Any]]:
         """`apply` with ``(result, losses, masks)`` as the result: see `gradwire_workers.program.Program.functional`."""
+        args, kwargs = call.arguments
         own = {name: x for name, x in kwargs.items() if name != MASKS}
-        result, moved = self.apply(training, arrays, key, args, own)
+        result, moved = self.apply(call._replace(arguments=Arguments(args, own)))
         return (result, [], None), moved
 
     def regularizers(self) -> list[str]:

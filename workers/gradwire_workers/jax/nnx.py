@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.calls import Call, CallSignature
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.trees import Tree, dotted, is_trainable
 
@@ -67,25 +67,20 @@ class NnxModel(Model):
     def tree_of(self, parameters: dict[str, Any]) -> Any:
         return Tree(self._params, _name).only(parameters)
 
-    def apply(
-        self,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        params, rest = (Tree(x, _name).filled(arrays) for x in (self._params, self._rest))
-        module = self._nnx.merge(self._graphs[training], params, _restarted(self._random_streams, key), rest)
-        given = self._signature.with_mode(Arguments(args, kwargs), training)
+    def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
+        params, rest = (Tree(x, _name).filled(call.arrays) for x in (self._params, self._rest))
+        streams = _restarted(self._random_streams, call.key)
+        module = self._nnx.merge(self._graphs[call.training], params, streams, rest)
+        given = self._signature.with_mode(call.arguments, call.training)
         if self._signature.first_of(["rngs"]):
-            given = self._signature.having(given, "rngs", self._nnx.Rngs(jax.random.fold_in(key, 0)))
+            given = self._signature.having(given, "rngs", self._nnx.Rngs(jax.random.fold_in(call.key, 0)))
         result = module(*given.args, **given.kwargs)
         _, after, _, moved = self._split(module)
-        self._check_unmoved(Tree(after, _name).arrays, arrays)
+        before = call.arrays
+        self._check_unmoved(Tree(after, _name).arrays, before)
         found = Tree(moved, _name).arrays
-        if training is False:
-            self._warn_of_lost(n for n, x in found.items() if n in arrays and x is not arrays[n])
+        if call.training is False:
+            self._warn_of_lost(n for n, x in found.items() if n in before and x is not before[n])
         return result, found
 
     def _warn_of_lost(self, written: Iterable[str]) -> None:

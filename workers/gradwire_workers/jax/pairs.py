@@ -8,7 +8,7 @@ from typing import Any, Callable, Sequence
 import jax
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.jax.calls import Arguments, CallSignature
+from gradwire_workers.jax.calls import Call, CallSignature
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.trees import Tree, dotted, is_array, is_trainable
 
@@ -45,22 +45,15 @@ class Applied(Model):
     def tree_of(self, parameters: dict[str, Any]) -> Any:
         return self._params.only(parameters)
 
-    def apply(
-        self,
-        training: bool | None,
-        arrays: dict[str, Any],
-        key: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        given = self._signature.with_mode(Arguments(args, kwargs), training)
+    def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
+        given = self._signature.with_mode(call.arguments, call.training)
         name = self._signature.first_of(KEYS)
         if name is not None:
-            given = self._signature.having(given, name, key)
-        params = self._params.filled(arrays)
+            given = self._signature.having(given, name, call.key)
+        params = self._params.filled(call.arrays)
         if self._state is None:
             return self._apply(params, *given.args, **given.kwargs), {}
-        out = self._apply(params, self._state.filled(arrays), *given.args, **given.kwargs)
+        out = self._apply(params, self._state.filled(call.arrays), *given.args, **given.kwargs)
         if not isinstance(out, tuple) or len(out) != 2:
             raise UsageError(
                 f"{self.name} was given with its state, so it must return (result, state), not a {type(out).__qualname__}"
