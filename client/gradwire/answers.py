@@ -38,13 +38,13 @@ __all__ = [
 class Loaded(NamedTuple):
     """Of a Load: the target's number; whether it is a module, and the mode of that, if it has one.
 
-    always_moves: whether it moves state in evaluation mode too. may_have_rules: whether a Spec can tell of derivative rules of its own.
+    moves_in_evaluation: whether it moves state in evaluation mode too. may_have_rules: whether a Spec can tell of derivative rules of its own.
     """
 
     remote: int
     is_module: bool
     training: bool | None
-    always_moves: bool
+    moves_in_evaluation: bool
     may_have_rules: bool
 
 
@@ -73,7 +73,9 @@ def loaded(structure: bytes) -> Loaded:
     facts = fill(structure, [])
     if type(facts) is dict and facts.keys() == set(Loaded._fields):
         found = Loaded(**facts)
-        are_flags = all(type(x) is bool for x in (found.is_module, found.always_moves, found.may_have_rules))
+        are_flags = all(
+            type(x) is bool for x in (found.is_module, found.moves_in_evaluation, found.may_have_rules)
+        )
         if _is_natural(found.remote) and are_flags and _is_mode(found.training):
             return found
     raise _wrong(f"a Load is answered with {', '.join(Loaded._fields)}", facts)

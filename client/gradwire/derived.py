@@ -27,7 +27,7 @@ class Derived:
     accumulate: this pullback adds to the gradients that the worker's module owns.
     keep: 0 nothing, 1 this evaluation, 2 the rows of this batch: a token comes with the results.
     structure: of F's result tree, once F was evaluated. held: what must live as long as this does.
-    moves: the handle's count when F was called. absent: operands of a pullback that stand for no cotangent.
+    changes: the handle's count when F was called. absent: operands of a pullback that stand for no cotangent.
     """
 
     handle: Handle
@@ -38,12 +38,12 @@ class Derived:
     keep: int = 0
     structure: bytes = b""
     held: Any = None
-    moves: int = -1
+    changes: int = -1
     absent: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.moves < 0:
-            self.moves = self.handle.moves
+        if self.changes < 0:
+            self.changes = self.handle.changes
 
     @property
     def only_accumulates(self) -> bool:
@@ -52,7 +52,9 @@ class Derived:
 
     def then(self, op: tuple[Any, ...], *, accumulate: bool = False) -> Derived:
         """The derivative ``op`` of this function, at a token of this function's evaluation."""
-        return Derived(self.handle, self.site, (*self.word, op), len(self.word), accumulate, moves=self.moves)
+        return Derived(
+            self.handle, self.site, (*self.word, op), len(self.word), accumulate, changes=self.changes
+        )
 
     def batched(self, axes: tuple[bool, ...], keep: int) -> Derived:
         """This function over a leading axis of the operands that ``axes`` marks."""
@@ -63,7 +65,7 @@ class Derived:
             self.token_ops,
             self.accumulate,
             keep,
-            moves=self.moves,
+            changes=self.changes,
         )
 
     def invoke(self, carriers: Sequence[Carrier], token: int | np.ndarray = 0) -> Outcome:
@@ -105,7 +107,7 @@ class Derived:
                 "module's state (BatchNorm, dropout) a second time. It is a derivative inside nested torch.func.vmap, "
                 'or of a call with options(residuals="recompute"). Use remote.eval(), or one level of vmap'
             )
-        if self.moves != self.handle.moves:
+        if self.changes != self.handle.changes:
             raise moved(self.handle.name)
 
 

@@ -98,22 +98,22 @@ class FunctionalHandle(Handle):
     def is_module(self, value: bool) -> None: ...
 
     @property
-    def always_moves(self) -> bool:
-        return self._module.always_moves
+    def moves_in_evaluation(self) -> bool:
+        return self._module.moves_in_evaluation
 
-    @always_moves.setter
-    def always_moves(self, value: bool) -> None: ...
+    @moves_in_evaluation.setter
+    def moves_in_evaluation(self, value: bool) -> None: ...
 
     @property
-    def moves(self) -> int:
+    def changes(self) -> int:
         """The module's: its buffers are part of what a forward gives."""
-        return self._module.moves
+        return self._module.changes
 
-    @moves.setter
-    def moves(self, value: int) -> None: ...
+    @changes.setter
+    def changes(self, value: int) -> None: ...
 
-    def _count_move(self) -> None:
-        self._module._count_move()
+    def _count_change(self) -> None:
+        self._module._count_change()
 
     @property
     def training(self) -> bool | None:
@@ -173,7 +173,7 @@ class Functional:
         moves = bool(training) and not (
             self.has_explicit_buffers and remote._options.seed is not None  # traced or not
         )
-        if self.handle.always_moves and not self.has_explicit_buffers:
+        if self.handle.moves_in_evaluation and not self.has_explicit_buffers:
             moves = True
         return remote._site(structure, stateful=moves, training=training)
 

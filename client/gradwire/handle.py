@@ -60,9 +60,9 @@ class Handle(Cached):
         self._remote = 0
         self._dropping: weakref.finalize[[int], Handle] | None = None
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
-        self.is_module = self._may_have_rules = self.always_moves = False
+        self.is_module = self._may_have_rules = self.moves_in_evaluation = False
         self.training: bool | None = None
-        self.moves = 0  # how often what a forward gives may have changed: by a step, a load, a new life, a training call
+        self.changes = 0  # how often what a forward gives may have changed: by a step, a load, a new life, a training call
         self.stakes = Stakes()
         self.has_warned = False  # of regularizers
         self.asked: set[str] = set()  # occasions on which the worker was asked for them
@@ -105,7 +105,7 @@ class Handle(Cached):
         with self._lock:
             if connection is not self._loaded:
                 self._load(connection)
-                self.moves += 1
+                self.changes += 1
         return connection
 
     @property
@@ -136,7 +136,7 @@ class Handle(Cached):
         facts = answers.loaded(reply.structure)
         self._note_number(connection, facts.remote)
         self.is_module = facts.is_module
-        self._may_have_rules, self.always_moves = facts.may_have_rules, facts.always_moves
+        self._may_have_rules, self.moves_in_evaluation = facts.may_have_rules, facts.moves_in_evaluation
         self._resume_mode(connection, facts.training)
         self._resume_freezing(connection)
         if self.stakes.stake == Stake.BUFFERS and self._has_no_buffers(connection):
@@ -215,7 +215,7 @@ class Handle(Cached):
     def _note_step(self) -> None:
         self._ready()  # or a loss would be told of that was none: nothing has moved yet
         self.stakes.raise_to(Stake.ALL)
-        self._count_move()
+        self._count_change()
 
     def submitted_steps(self) -> Steps:
         """Those of this target's worker. Raises what keeps a step from being made."""
@@ -256,7 +256,7 @@ class Handle(Cached):
         is_plain = type(token) is int and not token
         # (a token of a former life tells of its own loss)
         connection = self._ready() if is_plain else self._there()
-        if self.is_module and (site.training is not False or self.always_moves):
+        if self._may_move(site.training):
             self._note_stake(site, is_plain)
         if is_plain:
             return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
@@ -275,22 +275,26 @@ class Handle(Cached):
                     raise
         return connection.evaluate(self._remote, site, word, list(carriers), keep, rows, token_ops)
 
+    def _may_move(self, training: bool | None) -> bool:
+        """Whether a call in this mode may move state in the worker: a module without modes may have any."""
+        return self.is_module and (training is not False or self.moves_in_evaluation)
+
     def _note_stake(self, site: Site, is_plain: bool) -> None:
         stake = self._stake_of_call(site)
         self.stakes.raise_to(stake)
-        if is_plain and (site.training or self.always_moves) and stake:
-            self._count_move()
+        if is_plain and (site.training or self.moves_in_evaluation) and stake:
+            self._count_change()
 
     @property
-    def state_moves(self) -> str:
+    def why_it_moves(self) -> str:
         """Why a call moves state, for messages."""
         return "is in training mode" if self.training else "carries state from call to call"
 
-    def _count_move(self) -> None:
-        self.moves += 1
+    def _count_change(self) -> None:
+        self.changes += 1
 
     def _stake_of_call(self, site: Site) -> Stake:
-        """What a call may move that is not in evaluation mode: a module without modes may have any state."""
+        """How much a call that may move something moves."""
         return Stake.ALL if site.training is None else Stake.BUFFERS
 
     @property
@@ -327,7 +331,7 @@ class Handle(Cached):
         again: Callable[[], Any],
     ) -> Submission:
         """A call for the pipeline. See `gradwire.submissions.Submission`."""
-        if self.is_module and (site.training is not False or self.always_moves):
+        if self._may_move(site.training):
             self._note_stake(site, True)
         return pipeline.submission(self, self._remote, site, carriers, adopt, again)
 
@@ -389,7 +393,7 @@ class Handle(Cached):
         connection = self._there() if verb in _LOADING else self._ready()
         if verb in _MOVING:
             self.stakes.raise_to(Stake.ALL)
-            self.moves += 1
+            self.changes += 1
         found = self._ask(connection, verb, structure, carriers, timeout_s)
         if verb in _LOADING:
             self.stakes.settle()

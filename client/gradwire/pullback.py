@@ -27,7 +27,7 @@ def vjp(handle: Handle, site: Site, family: str, carriers: list[Carrier]) -> tup
     recompute = site.residuals == "recompute"
     if recompute and site.stateful:
         raise UsageError(
-            f"{handle.name} {handle.state_moves}: to recompute its forward at the pullback would move its state twice "
+            f"{handle.name} {handle.why_it_moves}: to recompute its forward at the pullback would move its state twice "
             f"and draw other random numbers. Use residuals='keep'{', or eval() it' if handle.training else ''}"
         )
     outcome = _ask(handle, site, (), carriers, keep=messages.KEEP_NOTHING if recompute else messages.KEEP)
@@ -58,7 +58,7 @@ class Pullback:
             if recompute
             else [None] * len(carriers)
         )
-        self._released, self._moves = False, handle.moves
+        self._released, self._changes = False, handle.changes
         self._finalizer = weakref.finalize(self, handle.release, outcome.token)
         self._finalizer.atexit = False
 
@@ -81,7 +81,7 @@ class Pullback:
         """
         if self._released:
             raise ResidualLostError("this pullback was released; run vjp again")
-        if not self._token and self._moves != self._handle.moves:
+        if not self._token and self._changes != self._handle.changes:
             raise moved(self._handle.name)
         cotangents = self._cotangents(out_bar)
         moving = [(shape, dtype) for shape, dtype in self._results if dtype.is_inexact]

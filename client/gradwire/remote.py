@@ -380,7 +380,7 @@ class Remote:
         options, handle = self._options, self.handle
         settings: dict[str, Any] = {
             "training": handle.training,
-            "stateful": bool(handle.training) or handle.always_moves,
+            "stateful": bool(handle.training) or handle.moves_in_evaluation,
             "seed": None if options.is_seed_traced else options.seed,
             "seeded": options.is_seed_traced,
             "compile": None if options.compile == "auto" else bool(options.compile),

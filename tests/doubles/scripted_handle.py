@@ -48,7 +48,7 @@ class ScriptedHandle(Cached):
     results, or what to raise. structure: bytes of the result tree; a tuple of the results if it is None.
     """
 
-    always_moves, state_moves = False, "is in training mode"
+    moves_in_evaluation, why_it_moves = False, "is in training mode"
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ScriptedHandle(Cached):
         self.name = "scripted/double.py:f"
         self.answer, self.announce, self.structure = answer, announce, structure
         self.messages: list[Message] = []
-        self.moves = 0
+        self.changes = 0
         self.kept: set[int] = set()
         self._tokens = itertools.count(1)
 

@@ -40,10 +40,10 @@ class Kept(NamedTuple):
 class TorchHandle(Cached):
     """See `gradwire.handle.Handle`. ``target``: a function of torch tensors, or an `nn.Module`."""
 
-    always_moves, state_moves = False, "is in training mode"
+    moves_in_evaluation, why_it_moves = False, "is in training mode"
 
     def __init__(self, target: Callable[..., Any]) -> None:
-        self.name, self.moves, self.is_dead = "double", 0, False
+        self.name, self.changes, self.is_dead = "double", 0, False
         self.target, self.is_module = target, isinstance(target, torch.nn.Module)
         self.parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
         self.kept: dict[int, Kept] = {}

@@ -239,7 +239,7 @@ class Liar(threading.Thread):
                 "remote": 1,
                 "is_module": is_module,
                 "training": None,
-                "always_moves": False,
+                "moves_in_evaluation": False,
                 "may_have_rules": False,
             }
             return messages.Done(message.call_id, flatten(facts, lambda x: False)[0], [], 0, 0)

@@ -23,7 +23,7 @@ RIGHT_LOAD = {
     "remote": 1,
     "is_module": True,
     "training": None,
-    "always_moves": False,
+    "moves_in_evaluation": False,
     "may_have_rules": False,
 }
 
@@ -56,7 +56,7 @@ def test_right_answers() -> None:
         *({**RIGHT_LOAD, "remote": wrong} for wrong in (-1, True, "1", None, 1.0)),
         *({**RIGHT_LOAD, "is_module": wrong} for wrong in (None, 1)),
         {**RIGHT_LOAD, "may_have_rules": 1},
-        {**RIGHT_LOAD, "always_moves": None},
+        {**RIGHT_LOAD, "moves_in_evaluation": None},
         *({**RIGHT_LOAD, "training": wrong} for wrong in (0, "x", [])),
     ],
 )

@@ -540,7 +540,7 @@ def test_caches_of_flax_move_in_evaluation_mode_as_well(make_obj: Any) -> None:
     """And nothing else does: who decodes has no dropout."""
     program = load(make_obj())
     program.train(False)
-    assert program.always_moves and not load(initialised(Quiet())).always_moves
+    assert program.moves_in_evaluation and not load(initialised(Quiet())).moves_in_evaluation
     for step in (1, 2, 3):
         if step == 2:
             program.spec(site(program), [Aval(X.shape, BY_NAME["float64"])])

@@ -769,8 +769,8 @@ def test_a_module_is_not_taken_for_one_that_always_moves_by_the_names_of_its_att
     """What a wrapped Keras layer says of its states was read from every module: two streams of a network made it stateful."""
     net = nn.Linear(2, 2)
     net.streams = nn.ModuleList([nn.Linear(2, 2)])
-    net.always_moving = frozenset({"h"})
-    assert engine.program(net.eval(), is_module=True).always_moves is False
+    net.moving_in_evaluation = frozenset({"h"})
+    assert engine.program(net.eval(), is_module=True).moves_in_evaluation is False
 
 
 def test_a_detached_hidden_state_trains_as_in_one_process() -> None:

@@ -346,7 +346,7 @@ class Desk:
             "remote": number,
             "is_module": program.is_module,
             "training": program.training,
-            "always_moves": program.always_moves,
+            "moves_in_evaluation": program.moves_in_evaluation,
             "may_have_rules": program.may_have_rules,
         }
         return _told(load.call_id, facts)

@@ -135,12 +135,12 @@ class Program(ABC):
     is_module: whether it is asked for what only modules have.
     may_have_rules: whether a function of this framework can have derivative rules of its own. rules_end: whether the framework uses
     such a rule once and derives what that computes, as JAX does; no other program is asked for ``('P', wrt)``.
-    always_moves: whether its calls move state in evaluation mode as well, as those of a stateful RNN do.
+    moves_in_evaluation: whether its calls move state in evaluation mode as well, as those of a stateful RNN do.
     name: the target, for messages. told_of_cut: whether somebody was warned that no argument has a gradient.
     """
 
     is_module: bool
-    always_moves = False
+    moves_in_evaluation = False
     name = "this target"
     told_of_cut = False
     may_have_rules = False

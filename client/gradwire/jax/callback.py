@@ -102,7 +102,7 @@ class Crossing:
         """What a token operand says to `Handle.invoke`. ResidualLostError for stamps of before a change."""
         stamps = array.reshape(-1, 2)
         stamps = stamps[stamps[:, 1] == STAMP, 0]
-        if stamps.size and (stamps != self._derived.handle.moves % TOKENS).any():
+        if stamps.size and (stamps != self._derived.handle.changes % TOKENS).any():
             raise moved(self._derived.handle.name)
         return 0 if stamps.size or self._derived.token_ops == STAMPED else _token_of(array)
 
@@ -112,7 +112,7 @@ class Crossing:
             Carrier(_carrying(turn(x) if turn else x, carrier), dtype)
             for x, (dtype, carrier, turn) in zip(arrays, self._operands, strict=True)
         ]
-        stamp = derived.handle.moves
+        stamp = derived.handle.changes
         outcome = derived.handle.invoke(
             self._site,
             self._word,

@@ -76,7 +76,7 @@ def _refuse_where_it_would_be_wrong(handle: Handle, site: Site) -> None:
         )
     if site.stateful and torch._C._current_graph_task_id() != -1 and site.seed is None and not site.seeded:
         raise UsageError(
-            f"{handle.name} {handle.state_moves} and was called during a backward pass, as torch.utils.checkpoint does to "
+            f"{handle.name} {handle.why_it_moves} and was called during a backward pass, as torch.utils.checkpoint does to "
             "compute a forward again: that would draw another dropout mask and move the state a second time. Take the "
             "call out of checkpoint (its graph is in the worker anyway), give options(seed=...), or call it in eval mode"
         )

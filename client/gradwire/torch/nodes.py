@@ -172,7 +172,7 @@ class _Transformed(torch.autograd.Function):
         in_rows = fn.site.vmap == "sequential" or fn.site.stateful
         if in_rows and not fn.word and fn.site.vmap != "sequential":
             raise UsageError(
-                f"{fn.handle.name} {fn.handle.state_moves}: one batched call would move its state once and draw random "
+                f"{fn.handle.name} {fn.handle.why_it_moves}: one batched call would move its state once and draw random "
                 "numbers as one call does. Use options(vmap='sequential') for a call a row, or eval() it"
             )
         moved = [x if d is None else x.movedim(d, 0) for x, d in zip(operands, dims, strict=True)]

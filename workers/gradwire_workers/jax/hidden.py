@@ -64,7 +64,7 @@ def _at(call: Call, arrays: dict[str, Any], args: Sequence[Any]) -> Call:
 
 
 def _moving(model: Model, training: Any, after: dict[str, Any]) -> dict[str, Any]:
-    return {n: x for n, x in after.items() if n in model.always_moving} if training is False else after
+    return {n: x for n, x in after.items() if n in model.moving_in_evaluation} if training is False else after
 
 
 class InLayer:
@@ -83,7 +83,11 @@ class _Collecting(Model):
     def __init__(self, model: Model, trainable: bool) -> None:
         self._model, self._trainable = model, trainable
         self.name, self.parameters, self.buffers = model.name, model.parameters, model.buffers
-        self.training, self.is_pure, self.always_moving = model.training, model.is_pure, model.always_moving
+        self.training, self.is_pure, self.moving_in_evaluation = (
+            model.training,
+            model.is_pure,
+            model.moving_in_evaluation,
+        )
 
     def apply(self, call: Call) -> tuple[Any, dict[str, Any]]:
         return self._model.apply_in_layer(call, self._trainable)
@@ -278,7 +282,7 @@ class EagerModule:
     def __init__(self, core: Core, site: WorkerSite) -> None:
         self._core, self._flat = core, FlatModel(core, site)
         self.lifted = len(self._flat.lifted)
-        self.moves = len(self._flat.buffers) if site.training or core.store.model.always_moving else 0
+        self.moves = len(self._flat.buffers) if site.training or core.store.model.moving_in_evaluation else 0
 
     @property
     def structure(self) -> bytes:

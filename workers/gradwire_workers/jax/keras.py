@@ -50,7 +50,7 @@ class KerasModel(Model):
         values = {name: v.value for name, v in self._variables.items()}
         self.parameters = {n: x for n, x in values.items() if id(self._variables[n]) in trainable}
         self.buffers = {n: x for n, x in values.items() if n not in self.parameters}
-        self.always_moving = frozenset(n for n, v in self._variables.items() if id(v) in moving)
+        self.moving_in_evaluation = frozenset(n for n, v in self._variables.items() if id(v) in moving)
         others = [v for v in layer.variables if id(v) not in weights]
         self._seeds = [v for v in others if v.path.endswith("seed_generator_state")]
 

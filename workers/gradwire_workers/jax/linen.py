@@ -41,7 +41,7 @@ class LinenModel(Model):
         self.buffers = {n: x for n, x in arrays.items() if n not in self.parameters}
         self._mutable = [name for name in collections if name != "params"]
         cached = Tree({CACHE: collections.get(CACHE, {})}, _name).arrays
-        self.always_moving = frozenset(n for n in cached if n in self.buffers)
+        self.moving_in_evaluation = frozenset(n for n in cached if n in self.buffers)
         self._signature = CallSignature(self._module.__call__)
         has_modes = self._signature.modes or self._mutable or may_draw(self._module)
         self.training = True if has_modes else None

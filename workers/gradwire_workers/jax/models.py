@@ -27,7 +27,7 @@ class Model(ABC):
     """A module taken apart.
 
     parameters: trainable inexact arrays by name. buffers: all its other arrays, but for the state of random streams.
-    always_moving: the buffers that a call moves in evaluation mode too. training: the mode it was made in; None where it has
+    moving_in_evaluation: the buffers that a call moves in evaluation mode too. training: the mode it was made in; None where it has
     no modes. is_pure: whether its Python keeps nothing of a call.
     keeps_dtypes: whether buffers stay in the dtypes that they begin with; else a call may leave wider ones, such as statistics
     that begin in float32 and go on in the float64 of the inputs.
@@ -38,7 +38,7 @@ class Model(ABC):
     buffers: dict[str, Any]
     training: Union[bool, None]
     is_pure: bool
-    always_moving: frozenset[str] = frozenset()
+    moving_in_evaluation: frozenset[str] = frozenset()
     keeps_dtypes = False
 
     @abstractmethod

@@ -52,8 +52,8 @@ class ModuleProgram(Program):
         return self._store.generation
 
     @property
-    def always_moves(self) -> bool:  # type: ignore[override]
-        return bool(self._store.model.always_moving)
+    def moves_in_evaluation(self) -> bool:  # type: ignore[override]
+        return bool(self._store.model.moving_in_evaluation)
 
     @property
     def training(self) -> bool | None:

@@ -33,9 +33,9 @@ class NnxModel(Model):
         self.parameters = {n: x for n, x in params.items() if is_trainable(x)}
         rest = {n: x for n, x in params.items() if n not in self.parameters}
         self.buffers = {**rest, **Tree(self._rest, _name).arrays}
-        self.always_moving = self._of_kind(module, self._nnx.Cache)  # what decoding writes to
+        self.moving_in_evaluation = self._of_kind(module, self._nnx.Cache)  # what decoding writes to
         # written for who looks, and read by no call; and what was warned of
-        self._may_be_lost = set(self.always_moving | self._of_kind(module, self._nnx.Intermediate))
+        self._may_be_lost = set(self.moving_in_evaluation | self._of_kind(module, self._nnx.Intermediate))
         self._signature = CallSignature(module.__call__)
         differ = self._graphs[True] != self._graphs[False]
         # no two calls are the same one then

@@ -83,7 +83,7 @@ class Module:
         self.check_state()
         if isinstance(self.target, tf.Module) and not self.is_keras:
             return _named_in(self.target)
-        found = listed(self.target, "weights" if self.is_keras else "variables") + self.always_moving
+        found = listed(self.target, "weights" if self.is_keras else "variables") + self.moving_in_evaluation
         trainable = {id(v) for v in listed(self.target, "trainable_variables")}
         paths = (
             stable_paths(self.target, found) if self.is_keras else [v.name.partition(":")[0] for v in found]
@@ -91,7 +91,7 @@ class Module:
         return unique_names(zip(paths, found)), trainable
 
     @property
-    def always_moving(self) -> list[Any]:
+    def moving_in_evaluation(self) -> list[Any]:
         """States of Keras's stateful RNNs: they move in evaluation mode as well."""
         return [v for layer in self.layers() for v in rnn_states(layer)] if self.is_keras else []
 

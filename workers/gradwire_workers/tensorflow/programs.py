@@ -43,7 +43,7 @@ class TensorFlowProgram(Program):
         self._before_training: str | None = None
 
     @property
-    def always_moves(self) -> bool:  # type: ignore[override]
+    def moves_in_evaluation(self) -> bool:  # type: ignore[override]
         return self._module.is_keras and any(map(carries_state, self._module.layers()))
 
     # ---- Calls -------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class TensorFlowProgram(Program):
             site = replace(site, seed=None)
         found = self._functions.get((site, mode))
         if found is None:
-            if mode or self.always_moves:
+            if mode or self.moves_in_evaluation:
                 self.note_training()
             found = self._functions[site, mode] = SiteFunction(self, self._module, site, mode, self._around)
             if len(self._functions) > MAX_SITES:

@@ -30,7 +30,7 @@ __all__ = ["KerasModule"]
 class KerasModule(torch.nn.Module):
     """Shares its tensors with the layer. Dropout and the like draw from torch's generator, which `options(seed=...)` sets.
 
-    always_moving: the buffers that a call moves in evaluation mode too.
+    moving_in_evaluation: the buffers that a call moves in evaluation mode too.
 
     Raises UsageError for a layer that has not been built, or where Keras's backend is another.
     """
@@ -50,7 +50,7 @@ class KerasModule(torch.nn.Module):
             else:
                 self.register_buffer(name, v.value.detach())
         moving = {id(v) for v in rnn_states(layer)}
-        self.always_moving = frozenset(name for name, v in self._places.items() if id(v) in moving)
+        self.moving_in_evaluation = frozenset(name for name, v in self._places.items() if id(v) in moving)
         self._originals = _AsItIs(list(self._places.values()))
         self._seeds = [
             v for v in layer.variables if id(v) not in weights and v.path.endswith("seed_generator_state")
@@ -80,7 +80,7 @@ class KerasModule(torch.nn.Module):
             )
         given = {name: self._parameters.get(name, self._buffers.get(name)) for name in self._places}
         for name in (
-            self.always_moving & self._buffers.keys()
+            self.moving_in_evaluation & self._buffers.keys()
         ):  # a state is part of the graph, and then overwritten
             given[name] = given[name].clone()
         mapping = [(self._places[name], x) for name, x in given.items()]

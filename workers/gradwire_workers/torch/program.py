@@ -99,9 +99,9 @@ class TorchProgram(Program):
         self._generation = number
 
     @property
-    def always_moves(self) -> bool:  # type: ignore[override]
+    def moves_in_evaluation(self) -> bool:  # type: ignore[override]
         module: Any = self._module
-        return state.is_of_keras(module) and bool(module.always_moving)
+        return state.is_of_keras(module) and bool(module.moving_in_evaluation)
 
     @property
     def training(self) -> bool | None:
@@ -238,7 +238,7 @@ class TorchProgram(Program):
                 "a torch worker runs functions eagerly, and options(compile=True) asks for compiling. "
                 "Leave it out, or apply torch.compile to the target in the worker's own code"
             )
-        if site.training or self.always_moves:
+        if site.training or self.moves_in_evaluation:
             self.note_training()
         return self._make_flat(self._target, site, self._device or _CPU)
 
