@@ -8,26 +8,22 @@ they are read there at each call, no way of changing them is missed. What has le
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import gradwire.torch
-from gradwire.families import family_of_call
-from gradwire.functional import Functional
 from gradwire.proxies import stays_here
 from gradwire.torch.compiled import traced
+from gradwire.torch.contents import Contents
+from gradwire.torch.form import Form
 from gradwire.torch.names import Fixed, Part, Place, placed
 from gradwire.torch.stage import Stage
-from gradwire_wire.errors import GradwireError, RemoteError, UsageError
+from gradwire_wire.errors import GradwireError, UsageError
 from gradwire_wire.tensors.torch import NAME
 
 if TYPE_CHECKING:
-    from gradwire.handle import Handle
     from gradwire.remote import Remote
-    from gradwire.site import Site
 
 __all__ = ["Module"]
 
@@ -65,10 +61,9 @@ class Module(Fixed):
     def __init__(self, remote: Remote, buffers: str = "worker", owner: str = "caller") -> None:
         super().__init__()
         form: Any = _form(remote, buffers, owner)
-        self._remote, self._evaluating = form, form.evaluating()
-        self._owns_parameters = owner == "caller"
+        self._training_form, self._evaluation_form = form, form.evaluating()
         has = Contents(remote)
-        parameters, aliases = (has.parameters, has.aliases) if self._owns_parameters else ({}, {})
+        parameters, aliases = (has.parameters, has.aliases) if form.owns_parameters else ({}, {})
         explicit = has.buffers if buffers == "explicit" else {}
         places = placed(self, [*parameters, *aliases, *explicit])
         there = {name: x for name, x in {**has.parameters, **has.buffers}.items() if name not in places}
@@ -80,7 +75,7 @@ class Module(Fixed):
         self._extra, self._unfetchable = has.extra, has.unfetchable
         for name, x in parameters.items():
             learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
-            _register(places[name], torch.nn.Parameter(self._remote.resident(x, NAME), learns))
+            _register(places[name], torch.nn.Parameter(form.resident(x, NAME), learns))
         for alias, name in aliases.items():
             _register(places[alias], _at(places[name]))
         for name, x in explicit.items():
@@ -93,15 +88,15 @@ class Module(Fixed):
         self._check_modes()
         parameters = {name: getattr(part, key) for name, (part, key, _) in self._parameter_places.items()}
         buffers = {name: getattr(part, key) for name, (part, key, _) in self._buffer_places.items()}
-        given: tuple[Any, ...] = (parameters,) if self._owns_parameters else ()
-        if self._remote.has_explicit_buffers:  # copies, for they are written to before the backward pass
-            given = (parameters, {name: x.clone() for name, x in buffers.items()})
         form = self._form
+        given: tuple[Any, ...] = (parameters,) if form.owns_parameters else ()
+        if form.has_explicit_buffers:  # copies, for they are written to before the backward pass
+            given = (parameters, {name: x.clone() for name, x in buffers.items()})
         if torch.compiler.is_dynamo_compiling():
             result = traced(form, (*given, *args), kwargs)
         else:
             result = form.call(given, args, kwargs)
-        if not self._remote.has_explicit_buffers:
+        if not form.has_explicit_buffers:
             return result
         result, moved = result
         with torch.no_grad():
@@ -130,17 +125,22 @@ class Module(Fixed):
 
     def requires_grad_(self, requires_grad: bool = True) -> Module:
         """As of every module; where the worker owns the parameters, theirs too (`Remote.requires_grad_`)."""
-        if not self._owns_parameters:
-            self._remote.remote.requires_grad_(requires_grad)
+        if not self._form.owns_parameters:
+            self._remote.requires_grad_(requires_grad)
         super().requires_grad_(requires_grad)
         return self
 
     @property
     def _form(self) -> Any:
-        return self._remote if self.training else self._evaluating
+        return self._training_form if self.training else self._evaluation_form
+
+    @property
+    def _remote(self) -> Remote:
+        remote: Remote = self._training_form.remote
+        return remote
 
     def extra_repr(self) -> str:
-        return self._remote.remote.handle.name
+        return self._remote.handle.name
 
     # ---- What is made of its parts ------------------------------------------------------------------------------------
 
@@ -150,8 +150,8 @@ class Module(Fixed):
         left = [name for name, dtype in self._types_there.items() if types[dtype] != dtype]
         if left:
             raise UsageError(
-                f"{', '.join(left[:5])} of {self._remote.remote.handle.name} would stay {str(self._types_there[left[0]])[6:]}, for the "
-                f"{'buffers' if self._owns_parameters else 'state'} of this module {'are' if self._owns_parameters else 'is'} in the "
+                f"{', '.join(left[:5])} of {self._remote.handle.name} would stay {str(self._types_there[left[0]])[6:]}, for the "
+                f"{'buffers' if self._form.owns_parameters else 'state'} of this module {'are' if self._form.owns_parameters else 'is'} in the "
                 "worker, where others share it. Have its factory make it in the other dtype, or convert "
                 "gw.torch.Module(remote, buffers='explicit')"
             )
@@ -160,25 +160,25 @@ class Module(Fixed):
     # ---- Copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
-        if not self._owns_parameters:
+        if not self._form.owns_parameters:
             raise stays_here(
                 "module",
-                self._remote.remote,
+                self._remote,
                 " Its parameters are in the worker, and a copy would train the same ones. gw.torch.Module(remote) can be copied.",
             )
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        memo.update({id(form): form for form in (self._remote, self._evaluating)})
+        memo.update({id(form): form for form in (self._training_form, self._evaluation_form)})
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         for p in copied.parameters():
             if p.device.type == "cpu":
-                p.data = copied._remote.resident(p.data, NAME)
+                p.data = copied._training_form.resident(p.data, NAME)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise stays_here(
             "module",
-            self._remote.remote,
+            self._remote,
             " Save its values: torch.save(net.state_dict(), path). copy.deepcopy works.",
         )
 
@@ -188,14 +188,14 @@ class Module(Fixed):
         """As of every module. Buffers that the worker owns, and extra states of its module, are fetched: copies."""
         if self._unfetchable is not None:
             raise UsageError(
-                f"{self._remote.remote.handle.name}: the state of the worker's module has something that cannot be sent (an extra "
+                f"{self._remote.handle.name}: the state of the worker's module has something that cannot be sent (an extra "
                 f"state): {self._unfetchable}. Save parameters() and buffers() by name"
             ) from self._unfetchable
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         if self._fetched or self._extra:
-            own = self._remote.remote.options(family="torch")
-            there = own.state_dict() if self._extra or not self._owns_parameters else own.buffers()
+            own = self._remote.options(family=NAME)
+            there = own.state_dict() if self._extra or not self._form.owns_parameters else own.buffers()
             found.update({prefix + name: there[name] for name in (*self._fetched, *self._extra)})
         for name in [prefix + path for path in self._order if prefix + path in found]:
             found[name] = found.pop(name)  # in the order of the worker's module
@@ -217,7 +217,7 @@ class Module(Fixed):
         missing_keys += [prefix + n for n in fetched if n not in there]
         try:
             if there:
-                self._remote.remote.load_state_dict(there, strict=False)
+                self._remote.load_state_dict(there, strict=False)
         except GradwireError as error:
             error_msgs.append(str(error))
         super()._load_from_state_dict(
@@ -246,69 +246,3 @@ def _at(place: Place) -> Any:
 
 def _register(place: Place, x: Any) -> None:
     place.part.register_parameter(place.key, x)
-
-
-class Contents:
-    """What a remote module has, under its own names.
-
-    persistent: the names of its state dict. extra: those of them that are neither parameters nor buffers.
-    unfetchable: why it cannot be had, where it has what cannot be sent.
-    """
-
-    def __init__(self, remote: Remote) -> None:
-        own = remote.options(family="torch")
-        self.parameters, self.buffers = own.parameters(), own.buffers()
-        self.frozen, self.aliases = set(remote._change("frozen")), dict(remote._change("aliases"))
-        self.unfetchable: GradwireError | None = None
-        try:
-            self.persistent = list(own.state_dict())
-        except (UsageError, RemoteError) as error:
-            self.persistent, self.unfetchable = list(self.buffers), error
-        known = {*self.parameters, *self.aliases, *self.buffers}
-        self.extra = [name for name in self.persistent if name not in known]
-
-
-class Form(Functional):
-    """The remote's functional form in one mode, for a module: its calls and their memory. Deep copies share it."""
-
-    def __init__(self, remote: Remote, *, buffers: bool, training: bool) -> None:
-        super().__init__(remote, buffers=buffers, training=training)
-        self._sites: dict[int, Site] = {}
-
-    def __repr__(self) -> str:
-        return repr(self.remote)
-
-    def evaluating(self) -> Form:
-        """The same in evaluation mode; itself where the remote has no modes."""
-        if self.training is None:
-            return self
-        return Form(self.remote, buffers=self.has_explicit_buffers, training=False)
-
-    @property
-    def training(self) -> bool | None:
-        """The mode of its calls; None where the remote has none."""
-        return self.handle.training
-
-    def enter(self) -> None:
-        """Nothing: each call says its mode."""
-
-    def call(self, given: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call with these parameters (and buffers)."""
-        if not kwargs and all([isinstance(x, torch.Tensor) for x in args]):
-            operands = [x for tensors in given for x in tensors.values()]
-            site = self._sites.get(len(args))
-            if site is None:
-                site = self._sites[len(args)] = self._described(given, args, kwargs)[0]
-            return gradwire.torch.call(self.handle, site, [*operands, *args])
-        site, leaves = self._described(given, args, kwargs)
-        family_of_call(leaves, site.structure, NAME)
-        return gradwire.torch.call(self.handle, site, leaves)
-
-    def _described(
-        self, given: Sequence[Mapping[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Site, list[Any]]:
-        return self.flatten(given[0], (*given[1:], *args), kwargs)
-
-    def described(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Handle, Site]:
-        """For a compiler that traces the call; see `gradwire.remote.Remote.described`."""
-        return self.handle, self.flatten(args[0], tuple(args[1:]), kwargs)[0]

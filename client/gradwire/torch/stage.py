@@ -1,4 +1,4 @@
-"""A remote module that keeps its state in the worker, as a part of a torch module: what `Module` calls then."""
+"""What a `gradwire.torch.Module` calls that leaves its state in the worker. `gradwire.torch.form` is for one that owns the parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Stage"]
 class Stage:
     """The remote, in one mode: that of the worker's module is changed where it is another. Has what `Form` has."""
 
-    has_explicit_buffers = False
+    owns_parameters = has_explicit_buffers = False
 
     def __init__(self, remote: Remote, training: bool = True) -> None:
         self.remote = checked_module(remote).options(family=NAME)
