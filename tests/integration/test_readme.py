@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import pathlib
 import re
 import subprocess
 import sys
+
+import numpy as np
 
 import gradwire as gw
 from gradwire.options import Options
@@ -54,13 +57,55 @@ def test_a_numpy_function_with_a_derivative(tmp_path: pathlib.Path) -> None:
     ]
 
 
+CLASSES = {
+    kind.__name__.lower(): kind for kind in (gw.Bridge, gw.Worker, gw.Remote, gw.Optimizer, gw.Pullback)
+}
+OF_OURS = {
+    "described",
+    "handle",
+    "seed_operand",
+    "autograph_info__",
+}  # names without underscore, for our own files
+OF_OURS |= {"bury", "detach", "every_second", "is_closed", "keeps_name", "last_error"}
+
+
 def test_the_reference_names_all_that_there_is_and_nothing_else() -> None:
     words = set(re.findall(r"\w+", REFERENCE))
-    internal = {"described", "handle", "seed_operand", "autograph_info__"}
-    public = {name for name in dir(gw.Remote) if not name.startswith("_")} - internal
     options = {field.name for field in dataclasses.fields(Options)}
-    arguments = {*inspect.signature(gw.Bridge.worker).parameters} - {"self"}
-    assert {*gw.__all__, *public, *options, *arguments} - words - {"Bridge", "Worker", "Remote"} == set()
-    for kind in (gw.Bridge, gw.Worker, gw.Remote, gw.Optimizer, gw.Pullback):
-        named = re.findall(rf"`{kind.__name__.lower()}\.(\w+)", REFERENCE)
-        assert named and [name for name in named if not hasattr(kind, name)] == []
+    assert {*gw.__all__, *options} - words - {"Bridge", "Worker", "Remote"} == set()
+    for name, kind in CLASSES.items():
+        named = set(re.findall(rf"`(?:await )?{name}\.(\w+)", REFERENCE))
+        assert {n for n in dir(kind) if not n.startswith("_")} - OF_OURS - named == set()
+        assert [n for n in named if not hasattr(kind, n)] == []
+
+
+def test_the_signatures_in_the_reference_are_true() -> None:
+    found = re.findall(
+        r"`(?:await )?([a-z][\w.]*)\((.*?)\)`", "".join(re.findall(r"(?m)^\|.*\|$", REFERENCE))
+    )
+    assert len(found) > 40
+    for name, arguments in found:
+        told = inspect.signature(eval(f"lambda {arguments}: 0", {"np": np}))
+        there = _signature(name)
+        if there is not None:
+            assert str(told) == str(there), name
+
+
+def _signature(name: str) -> inspect.Signature | None:
+    """Of a name as the reference has it, without types and self; None where it is no name of ours."""
+    owner, _, attribute = name.rpartition(".")
+    if owner in CLASSES or name in CLASSES:
+        function = getattr(CLASSES[owner or name], attribute if owner else "__call__")
+    elif owner.partition(".")[0] == "gw":
+        function = operator.attrgetter(name.removeprefix("gw."))(gw)
+    else:
+        return None
+    if function is gw.Remote.options:  # which names them itself, to say what is unknown
+        return inspect.Signature(
+            [
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+                for field in dataclasses.fields(Options)
+            ]
+        )
+    parameters = inspect.signature(function).parameters.values()
+    return inspect.Signature([p.replace(annotation=p.empty) for p in parameters if p.name != "self"])
