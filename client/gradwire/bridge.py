@@ -42,11 +42,18 @@ ATTACH_S = 120.0  # for a shared worker that is starting
 def connect(target: str | os.PathLike[str] | None = None, *, start_timeout: float = 60.0) -> Bridge:
     """Connect to a broker: a private one by default, which ends with this program.
 
-    target: None; a ``.toml`` file, whose workers are started together in a private broker, and are ready when this
-    returns (or which names a broker elsewhere); the address, runtime folder or name of a shared broker that ``gradwire
-    up`` has started. start_timeout: seconds the broker may take to answer; ConnectError after that. UsageError names
-    what is wrong in a file, in GRADWIRE_LANE or GRADWIRE_MAX_SHARED_BYTES, or with this program's threads (`gradwire.greenlets`); WorkerStartError where one of its workers does
-    not start (none is left then).
+    target: one of
+
+    - None: a private broker without workers;
+    - the path of a ``.toml`` file: a private broker with the workers of that file, which are ready when this returns; or the
+      broker elsewhere that the file names;
+    - the address, runtime folder or name of a shared broker that ``gradwire up`` has started.
+
+    start_timeout: seconds the broker may take to answer.
+
+    Raises ConnectError if the broker does not answer; UsageError if the file, GRADWIRE_LANE or GRADWIRE_MAX_SHARED_BYTES is
+    wrong, or if greenlets have replaced this program's threads; WorkerStartError if a worker of the file does not start (then
+    all others have been ended).
     """
     check_none()
     lanes_wanted()
@@ -128,18 +135,25 @@ class Bridge:
     ) -> Worker:
         """Start a worker: its own process, interpreter and packages. Returns once it is ready.
 
-        framework: "torch", "tensorflow", "jax" or "numpy". python: the interpreter of its environment, a path
-        or a version such as "3.9" (default: this one). requirements: lines as for pip; an environment with these is
-        built from that Python, once, which may take minutes beyond start_timeout, and kept in a cache. env: wins
-        over everything gradwire sets; None removes a variable. path: folders where targets are looked for
-        (default: the working directory). cwd: the folder it runs in (default: likewise). threads: of its framework
-        (default: its share of the cores, among the workers there are when its first target is loaded). x64: JAX's
-        64-bit mode. device: as the framework calls it, such as "cpu" or "cuda:0" (default: the framework's). name:
-        what errors and ``bridge[name]`` call it (default: its framework). restart: "never", "on-failure"
-        (a signal, or an exit code other than 0) or "always": whether the next call starts a worker that died
-        again. The calls in flight raise WorkerDiedError all the same and are not repeated; modules begin anew from
-        their factory, and what they had learned is lost unless saved. Raises UsageError where it cannot be had as
-        asked for, WorkerStartError with command line, exit code and last output.
+        framework: "torch", "tensorflow", "jax" or "numpy".
+        name: what errors and ``bridge[name]`` call the worker (default: its framework).
+        python: the interpreter of its environment, a path or a version such as "3.9" (default: this program's).
+        requirements: lines as for pip. An environment with these is built from that Python, once, and kept in a cache; building
+        it may take minutes, which do not count for start_timeout.
+        env: environment variables. They win over everything that gradwire sets; None removes a variable.
+        path: folders where targets are looked for (default: the working directory).
+        cwd: the folder the worker runs in (default: the working directory).
+        threads: how many the framework uses (default: the worker's share of the cores, among the workers that there are when
+        its first target is loaded).
+        x64: JAX's 64-bit mode (default: JAX's).
+        device: as the framework calls it, such as "cpu" or "cuda:0" (default: the framework's).
+        start_timeout: seconds until the worker must be ready.
+        restart: whether the next call starts the worker again after it has died: "never", "on-failure" (if it ended by a signal
+        or with an exit code other than 0) or "always". Calls under way raise WorkerDiedError in any case, and are not repeated.
+        Modules are made again by their factory, and what they had learned is lost unless saved.
+
+        Raises UsageError if what is asked for cannot be had, and WorkerStartError, with the command line, the exit code and the
+        last output, if the worker does not become ready.
         """
         self._check_usable()
         Restarts(restart)  # refuses what it does not know before anything is built
@@ -250,10 +264,10 @@ class Bridge:
             with bridge.trace("calls.json"):
                 energy(x)
 
-        Chrome trace events: spans here (convert, lend, send, wait, take), on the way, and in the worker (take, compute,
-        reply), joined by arrows. All threads, all workers, those started meanwhile as well. capacity: how many messages
-        are kept at each end, the latest; the file says how many earlier ones are missing. A worker that died loses its
-        own spans only. Costs some tens of microseconds a call, and nothing while there is no trace. UsageError where the file
+        The file has Chrome trace events: spans in this program (convert, lend, send, wait, take), on the way, and in the worker
+        (take, compute, reply), joined by arrows; of all threads and all workers, also those that are started meanwhile. capacity:
+        how many messages each end keeps. These are the latest ones, and the file says how many earlier ones are missing. Of a worker that dies,
+        only its own spans are lost. A trace costs some tens of microseconds a call, and nothing while there is none. UsageError where the file
         cannot be written, or a trace of this bridge is going on.
         """
         from gradwire.trace import Trace
@@ -263,9 +277,9 @@ class Bridge:
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
         """An uninitialised numpy array in shared memory: passing it to a worker copies nothing.
 
-        Its bytes are read when the worker runs: do not write it while a call on it is in flight. What a
-        worker keeps for a pullback it copies; remote code that keeps the argument itself sees what you write
-        later, and copies it if it must not. Shared with forked children. Free again when the last view is gone.
+        The worker reads these very bytes while it runs, so do not write to the array while a call with it is under way. What the
+        worker keeps for a pullback is copied. Remote code that keeps the argument itself sees what you write later, unless it
+        makes a copy. Forked children share the memory. It is free again when the last view of it is gone.
         """
         self._check_usable()
         return self._memory.empty(checked_shape(shape), checked_dtype(dtype))

@@ -56,25 +56,28 @@ _BUFFERS = "worker."
 class Layer(keras.layers.Layer):
     """A Keras layer that calls ``remote``, with the remote module's parameters as its trainable weights.
 
-    They are named after the remote's (``"0.weight"`` becomes ``0_weight``), have the values that the remote has now, and
-    are the caller's from then on. What `Remote.requires_grad_` has frozen stays in the worker; ``layer.trainable = False``
-    freezes the rest, as in any layer, and a Keras module in the worker with it: its BatchNorm is in inference mode then.
-    What the regularizers of a Keras module and its ``add_loss`` collect in a call becomes losses of this layer, with their
-    gradients; masks that Keras has attached to inputs go to a Keras module, and those of its results come back.
-    Buffers (BatchNorm's statistics) stay in the worker and move once for each call in training mode; weight files and
-    `tf.train.Checkpoint` have them all the same, but ``get_weights`` and who goes back by it have not
-    (``EarlyStopping(restore_best_weights=True)``). With ``buffers="explicit"`` they are non-trainable weights here, like
-    those of other layers, and a call changes nothing in the worker.
+    Weights: they are named after the remote's (``"0.weight"`` becomes ``0_weight``), begin with the values that the remote has
+    now, and belong to the caller from then on. What `Remote.requires_grad_` has frozen stays in the worker.
+    ``layer.trainable = False`` freezes the rest, as in any layer; a Keras module in the worker is then called as a frozen one, with
+    its BatchNorm in inference mode.
 
-    A call is in the mode that Keras says (``training=``, else that of the call around it, else evaluation), whatever
-    `Remote.train` has set. Inputs go as they are; with ``dtype`` given they are cast, as by other layers.
-    A model with this layer cannot be compiled by XLA under TensorFlow (Keras sees that); under JAX it can.
+    buffers="worker": buffers such as BatchNorm's statistics stay in the worker, and move once for each call in training mode. Weight
+    files and `tf.train.Checkpoint` have them, but ``get_weights`` does not, and neither does what restores weights by it
+    (``EarlyStopping(restore_best_weights=True)``).
+    buffers="explicit": they are non-trainable weights of this layer, and a call changes nothing in the worker.
 
-    Weights lie in the bridge's shared memory, where a call need not copy them: as the layer makes them, and after
-    ``set_weights`` of this layer or of a file; with the torch backend for good. An optimizer of TensorFlow or JAX puts new
-    memory in their place, which is copied at each call; ``layer.set_weights(layer.get_weights())`` puts it back.
+    Calls: the mode of a call is the one that Keras says (``training=``, else that of the call around it, else evaluation), whatever
+    `Remote.train` has set. Inputs are sent as they are; if ``dtype`` is given they are cast to it, as other layers do.
+    A model with this layer can be compiled by XLA under JAX, but not under TensorFlow, where Keras therefore does not do so.
 
-    Raises UsageError for a remote that is no module, DtypeError for parameters that this backend would narrow.
+    With a Keras module in the worker: what its regularizers and its ``add_loss`` collect in a call becomes losses of this layer, with
+    their gradients. Masks that Keras has attached to the inputs reach the module, and masks of its results come back.
+
+    Memory: weights lie in the bridge's shared memory, where a call need not copy them, when the layer has made them and after
+    ``set_weights`` or a weight file; with the torch backend always. An optimizer of TensorFlow or JAX puts new
+    memory in their place, which each call copies; ``layer.set_weights(layer.get_weights())`` undoes that.
+
+    Raises UsageError for a remote that is not a module, and DtypeError for parameters that this backend would narrow.
     """
 
     def __init__(self, remote: Remote, *, buffers: str = "worker", dtype: Any = None, **kwargs: Any) -> None:

@@ -40,8 +40,8 @@ def vjp(handle: Handle, site: Site, family: str, carriers: list[Carrier]) -> tup
 class Pullback:
     """``pullback(out_bar)`` gives the cotangents of the arguments; usable until released or collected.
 
-    The cotangent of an argument is the adjoint in Re<a, b>; None where an argument is not a
-    floating-point or complex tensor, zeros where it is one and was not used.
+    The cotangent of an argument is the adjoint in Re<a, b>: None if the argument is not a floating-point or complex tensor,
+    and zeros if it is one and was not used.
     """
 
     def __init__(
@@ -76,8 +76,10 @@ class Pullback:
     def __call__(self, out_bar: Any, *, kwargs: bool = False) -> Any:
         """The cotangents as a tuple like the positional arguments.
 
-        out_bar: a tree like the results; None, or anything at exact results, stands for zeros.
-        kwargs: return ``(args_bar, kwargs_bar)`` instead. ResidualLostError once released or lost.
+        out_bar: a tree like the results. In it None stands for zeros; what it has for results that are not floating-point or
+        complex is ignored.
+        kwargs: return ``(args_bar, kwargs_bar)`` instead, with the cotangents of the keyword arguments in a dict.
+        Raises ResidualLostError if the pullback was released, or the worker has lost what it kept for it.
         """
         if self._released:
             raise ResidualLostError("this pullback was released; run vjp again")

@@ -173,7 +173,8 @@ class Remote:
     def vjp(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
         """Results and pullback, for any caller (see `Pullback`).
 
-        A module's own gradients accumulate at each pullback, as with ``backward()``.
+        If this is a module, each pullback adds to the gradients of its parameters, which stay in the worker (see `grads`), as
+        ``backward()`` does.
         """
         site, family, carriers = self._exported(args, kwargs, accumulate=self.handle.is_module)
         return pullback.vjp(self.handle, site, family, carriers)
@@ -206,15 +207,17 @@ class Remote:
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Make the call without waiting for its answer; tensors must not be written until it is done.
 
-        Calls from numpy, and from torch where no gradient is recorded, are made in this order, and many are under way at
-        once: it waits while that are 128 calls or 16 MiB of arguments (a thread that runs an event loop never does). All
-        others, and all of them by tcp or with ``retry``, are made by eight threads, in no order: wait for such a future before ``train``, ``step`` and the like, which wait for the former alone.
+        Calls from numpy, and from torch if no gradient is recorded, are made in the order of their submission. Many of them are
+        under way at once: up to 128 calls, or 16 MiB of arguments, and `submit` waits while there are more (but never in a thread
+        that runs an event loop). ``train``, ``step`` and the like wait until these calls are done.
 
-        An argument may be the future of another ``submit``, also inside lists, tuples and dicts: the call is made once its
-        result is there, and fails as it failed. torch's ``no_grad``, ``enable_grad`` and ``inference_mode`` are those of the
-        caller at ``submit``; a ``tf.GradientTape`` or a tracer of JAX records its own thread alone. Cancelling the future does not
-        interrupt a call that has begun;
-        ``options(timeout=...)`` does.
+        All other calls, and all calls by tcp or with ``retry``, are made by eight threads, in any order.
+        ``train``, ``step`` and the like do not wait for these, so wait for their futures yourself.
+
+        An argument may be the future of another ``submit``, also inside lists, tuples and dicts. The call is made when that
+        result is there, and fails if that call fails. torch's ``no_grad``, ``enable_grad`` and ``inference_mode`` hold as they are
+        when ``submit`` is called. A ``tf.GradientTape`` or a tracer of JAX records only its own thread. Cancelling the future does
+        not interrupt a call that has begun; ``options(timeout=...)`` does.
         """
         return submit(self, args, kwargs, may_wait=True)
 
@@ -231,12 +234,17 @@ class Remote:
     def options(self, **changes: Any) -> Remote:
         """A new proxy of the same remote thing.
 
-        timeout: seconds a call may take. seed: makes calls reproducible (in JAX also one that is traced, or a key).
-        residuals: "keep", or "recompute" the forward at the pullback. compile: "auto", True, False. vmap: "batch" (one
-        message), or "sequential" (a call for each row, for functions that must not see a batch). out_spec: result tree
-        of `ShapeDtype` or the like (see `spec`), where it cannot be found out. family: the result's, where no argument tells it. retry: a call
-        whose worker died is made once more in the new process; for functions that may run twice, with ``restart=`` of
-        the worker. UsageError for anything else.
+        timeout: seconds a call may take; DeadlineError after that.
+        seed: an integer that makes calls reproducible (in JAX programs also a traced one, or a PRNG key).
+        residuals: "keep" the forward's graph in the worker for the pullback, or "recompute" the forward then.
+        compile: whether a JAX or TensorFlow worker traces the target: "auto" (if it can be traced), True, False.
+        vmap: "batch" (one message for all rows), or "sequential" (a call for each row, for functions that must not see a batch).
+        out_spec: the result as a tree of `ShapeDtype` or the like (see `spec`), where a compiled program cannot find it out.
+        family: the framework of the result, where no argument tells it: "numpy", "torch", "jax" or "tensorflow".
+        retry: whether a call whose worker died is made once more in the new process. For functions that may run twice, in a
+        worker that was made with ``restart=``.
+
+        An option that is not given stays as it was. UsageError for an option that there is not, or a value that it cannot have.
         """
         changed = self._options.changed(changes)
         if changes.get("retry"):
@@ -294,16 +302,17 @@ class Remote:
         self._change("load_state_dict", dict(state), strict=bool(strict))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all of the state to a safetensors file, whole or not at all, by the worker: nothing is sent here.
+        """The worker writes all of the state to a safetensors file, completely or not at all; nothing is sent to this program.
 
-        A relative path is in this program's working directory. UsageError where its folder is missing.
+        A relative path is in this program's working directory. UsageError if its folder is missing.
         """
         self._change("save", os.path.abspath(path))
 
     def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Replace the state by that of a safetensors file, as `load_state_dict` does: all or nothing.
+        """Replace the state by that of a safetensors file, all or nothing, as `load_state_dict` does.
 
-        Whoever wrote it: the file has names and tensors and nothing of gradwire's. A tied parameter may be there under one of its names.
+        Anybody may have written the file, which has names and tensors and nothing of gradwire's own. A tied parameter may be in it
+        under any one of its names.
         """
         self._change("load", os.path.abspath(path), strict=bool(strict))
 
@@ -313,10 +322,10 @@ class Remote:
         return dict(self._change("grads"))
 
     def requires_grad_(self, flag: bool = True, names: str | Sequence[str] | None = None) -> Remote:
-        """Whether parameters learn from now on: a frozen one gets no gradient, loses the one it has, and is not moved.
+        """Whether parameters learn from now on. A frozen one gets no gradient, loses the one it has, and no optimizer moves it.
 
-        names: parameters, beginnings of their names ("encoder" means "encoder.weight"), or patterns with ``*``; None
-        means all. UsageError for one that means nothing.
+        names: of parameters, beginnings of names ("encoder" means "encoder.weight" and so on), or patterns with ``*``; None
+        means all parameters. UsageError for a name that no parameter has.
         """
         self._change("requires_grad", bool(flag), checked_names(names))
         return self
@@ -326,8 +335,9 @@ class Remote:
     ) -> Optimizer:
         """An optimizer of the worker's framework over this module's parameters, such as ``"torch.optim:Adam"``.
 
-        kwargs: its options; a function among them is made in the worker, by a target of the user's. parameters: groups with options of their own, ``[{"names": ["encoder"], "lr": 1e-4}, ...]``,
-        the names as in `requires_grad_`; what is in no group is not moved.
+        kwargs: the optimizer's options. They are sent, so none can be a function: let the target be a function of yours that makes it.
+        parameters: groups with options of their own, ``[{"names": ["encoder"], "lr": 1e-4}, ...]``, with names as in
+        `requires_grad_`. Parameters that are in no group are not moved.
         """
         groups = checked_groups(parameters)
         settings = {} if groups is None else {"groups": groups}

@@ -102,17 +102,25 @@ class Worker:
     def function(self, target: str) -> Remote:
         """A remote function, named ``"pkg.mod:attr"`` or ``"path/file.py:attr"``.
 
-        A JAX or TensorFlow worker traces the function once for each signature: what Python does inside
-        (counters, ``np.random``, printing) then happens at the trace only. A function that cannot be
-        traced runs eagerly instead; ``options(compile=False)`` always does, ``compile=True`` insists.
+        It must be pure; what has state is loaded with `module`. A JAX or TensorFlow worker traces the function once for each
+        signature, so what its Python does beside that (counters, ``np.random``, printing) happens at the trace only. A function
+        that cannot be traced runs eagerly. With ``options(compile=False)`` it always does, and ``compile=True`` makes it an error.
 
-        UnknownTargetError where it is not there; RemoteError with what its module raised when imported.
+        Raises UnknownTargetError if it is not there, RemoteError with what its module raised when it was imported.
         """
         name = checked_target(target)
         return Remote(Handle(self._present, "function", name, positional(0), []), self._background)
 
     def module(self, target: str, /, *args: Any, **kwargs: Any) -> Remote:
-        """A remote module: the factory is called in the worker with these arguments, and the result stays there."""
+        """A remote module, made by a factory: ``worker.module("models:make_net", depth=3)``.
+
+        The target is the factory, named as for `function`. It is called in the worker with these arguments (copies of the
+        tensors among them), and what it returns stays there: a module of the worker's framework, or any callable. Its state
+        lives until the last `Remote` of it is gone, or the process ends; after a restart the factory is called again.
+
+        Raises UnknownTargetError if the factory is not there, RemoteError with what it raised, UsageError if what it returns
+        cannot be called.
+        """
         checked_target(target)
         structure, leaves = flatten([list(args), kwargs], is_leaf)
         carriers = exported(leaves, structure)

@@ -168,18 +168,19 @@ def seed(x: Any) -> Any:
 def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -> tuple[Any, ...]:
     """A remote module as a function of what trains it: ``apply, params = functional(net)``.
 
-    ``owner="caller"``: ``apply(params, *args, **kwargs)``, with ``params`` a dict of JAX arrays by the names of
-    `Remote.parameters` without the frozen ones, for `jax.grad`, optax and the like. These lie in the bridge's shared
-    memory, so that calls do not copy them; arrays that take their place are copied at each call. Buffers stay in the worker
-    and move once for each call in training mode. With ``buffers="explicit"`` it is
-    ``apply, params, buffers = functional(net, buffers="explicit")`` and
-    ``result, buffers = apply(params, buffers, *args, **kwargs)``: the call changes nothing in the worker. Of 64-bit
-    buffers (BatchNorm counts its batches in one) JAX without x64 has the bits, as int32 words along a last axis of 2.
+    owner="caller": ``apply(params, *args, **kwargs)``. ``params`` is a dict of JAX arrays, for `jax.grad`, optax and the like, by the
+    names of `Remote.parameters`, without those that are frozen. The arrays lie in the bridge's shared memory, so that calls do not
+    copy them; arrays that take their place are copied at each call.
 
-    ``owner="worker"``: ``apply(anchor, *args, **kwargs)``, and the anchor to differentiate it by. The worker owns the
-    parameters. Each pullback that reaches the anchor adds to the module's own gradients, which an optimizer of
-    `Remote.optimizer` applies; the anchor is a float32 zero and its gradient is zero. Train by
-    ``jax.value_and_grad(loss, (0, 1))(head, anchor)`` or the like.
+    owner="worker": ``apply(anchor, *args, **kwargs)``; functional returns ``apply, anchor``. The worker owns the parameters.
+    Differentiate by the anchor, with ``jax.value_and_grad(loss, (0, 1))(head, anchor)`` or the like: each pullback that reaches the
+    anchor adds to the module's own gradients, which an optimizer of `Remote.optimizer` applies. The anchor itself is a float32 zero,
+    and its gradient is zero.
+
+    buffers="worker": buffers stay in the worker, and move once for each call in training mode.
+    buffers="explicit": ``apply, params, buffers = functional(net, buffers="explicit")``, and
+    ``result, buffers = apply(params, buffers, *args, **kwargs)``; the call changes nothing in the worker. JAX without x64 cannot hold
+    64-bit buffers (BatchNorm counts its batches in one), so it has their bits, as int32 words along a last axis of length 2.
 
     UsageError for a function. DtypeError for 64-bit parameters while JAX would narrow them.
     """

@@ -31,30 +31,33 @@ __all__ = ["Module"]
 class Module(Fixed):
     """``net = gw.torch.Module(remote)``: an ordinary module, whose forward runs in the worker.
 
-    Its parameters have the remote's names and begin with the remote's values; those frozen there do not require
-    gradients. Train them with any ``torch.optim``: the worker's own parameters stay as they are. ``train()`` and ``eval()``
-    set the mode of its own calls, whatever mode `Remote.train`, a deep copy or another module over the same remote is in.
-    It begins in the remote's mode. Its parts hold parameters and are never called: one cannot be replaced by another module, and they are
-    of none of torch's classes, so what looks for `nn.BatchNorm2d` or `nn.Linear` among ``modules()`` (``swa_utils.update_bn``, an
-    initialisation by ``apply``) finds none. Do that in the factory.
-    A deep copy has parameters of its own and the same remote.
+    Its parameters have the remote's names, and begin with the remote's values. Those that are frozen there do not require
+    gradients. Train them with any ``torch.optim``; the worker's own parameters stay as they are. A deep copy has parameters of
+    its own, and the same remote.
 
-    Tensors go in the dtypes that they have, and parameters as they are here. ``torch.autocast`` has no effect inside of a
-    remote call: it acts on torch's own operations, and those are made in another process. Convert the module (``.to(dtype)``)
-    or the inputs, or use autocast in the worker's own code.
+    Modes: ``train()`` and ``eval()`` set the mode of this module's calls, whatever mode the remote, a deep copy or another module
+    over the same remote is in. It begins in the remote's mode.
 
-    buffers="worker": BatchNorm's statistics and the like stay in the worker, where each forward in training mode moves them
-    once; ``state_dict()`` fetches them and ``load_state_dict()`` sends them, and deep copies share them, among them those that
-    ``swa_utils.AveragedModel`` makes (whose ``use_buffers=True`` finds none). So it is with extra states
-    (``get_extra_state``), which are always the worker's.
-    buffers="explicit": they are this module's buffers, passed in and taken back at each call; nothing moves in the worker.
+    Parts: they only hold parameters, and are never called. So a part cannot be replaced by another module. Parts are of none of
+    torch's classes either: what looks for `nn.BatchNorm2d` or `nn.Linear` among ``modules()`` (``swa_utils.update_bn``, or
+    ``apply`` with an initialisation) finds none. Do that in the factory.
 
-    owner="worker": all of the state stays in the worker, and this module is the remote as a part of a model: ``train()``, ``eval()`` and
-    ``requires_grad_()`` are the remote's own, ``state_dict()`` fetches its state and ``load_state_dict()`` sends it. It has no
-    ``parameters()``: its gradients accumulate in the worker, and an optimizer of ``remote.optimizer(...)`` steps and zeroes them
-    beside the caller's. It cannot be copied.
+    Dtypes: tensors and parameters are sent in the dtypes that they have. ``torch.autocast`` has no effect inside of a remote call,
+    since it acts on torch's operations, and those are made in another process. Convert the module (``.to(dtype)``) or the inputs,
+    or use autocast in the worker's own code.
 
-    It cannot be pickled; ``torch.save(net.state_dict(), path)`` works.
+    buffers="worker": BatchNorm's statistics and the like stay in the worker, where each forward in training mode moves them once.
+    ``state_dict()`` fetches them and ``load_state_dict()`` sends them. Deep copies share them, also those that
+    ``swa_utils.AveragedModel`` makes (so its ``use_buffers=True`` finds none). Extra states (``get_extra_state``) are always the
+    worker's, and treated alike.
+    buffers="explicit": they are this module's buffers, sent and returned at each call; nothing moves in the worker.
+
+    owner="worker": all of the state stays in the worker, and this module makes the remote a part of a model. ``train()``, ``eval()``
+    and ``requires_grad_()`` act on the remote itself, ``state_dict()`` fetches its state and ``load_state_dict()`` sends it. The
+    module has no ``parameters()``: their gradients accumulate in the worker, where an optimizer of ``remote.optimizer(...)`` steps
+    and zeroes them, beside the caller's own optimizer. Such a module cannot be copied.
+
+    No module of either kind can be pickled; ``torch.save(net.state_dict(), path)`` works.
     Raises UsageError for a remote function, and for a module whose parameters cannot be given to it.
     """
 
