@@ -140,7 +140,7 @@ def main() -> int:
     torch.set_num_threads(1)
     found = {}
     for name in LIMITS:
-        os.environ["GRADWIRE_LANE"] = "zmq" if name.endswith("ZeroMQ") else "auto"
+        os.environ["GRADWIRE_LANE"] = "zmq" if name.endswith("ZeroMQ") else "page"
         with gw.connect() as bridge:
             worker = bridge.worker(
                 "torch", python=ROOT / ".envs" / "torch" / "bin" / "python", path=[HERE], threads=1

@@ -2,7 +2,7 @@
 
 A line is a lane (`gradwire_wire.lane`, with a page where both sides can: `gradwire_wire.page`) where the two
 processes share memory and the message fits a packet, and a ZeroMQ DEALER otherwise. In the environment,
-``GRADWIRE_LANE=zmq`` switches lanes off, ``GRADWIRE_LANE=socket`` pages; ``page``, ``auto`` or nothing is the best that
+``GRADWIRE_LANE=zmq`` switches lanes off, ``GRADWIRE_LANE=socket`` pages; ``page`` or nothing is the best that
 both sides can. One thread always meets the same warm line; n threads at once need n. Deques make it thread-safe.
 """
 
@@ -47,8 +47,8 @@ def _noted(line: Any) -> Any:
 def _wanted() -> str:
     """What is the best that may be used, by the environment. UsageError where it says something else."""
     wanted = os.environ.get("GRADWIRE_LANE") or "page"
-    if wanted not in ("auto", "page", "socket", "zmq"):
-        raise UsageError(f"GRADWIRE_LANE={wanted} is none of auto, page, socket and zmq: correct or unset it")
+    if wanted not in ("page", "socket", "zmq"):
+        raise UsageError(f"GRADWIRE_LANE={wanted} is none of page, socket and zmq: correct or unset it")
     return wanted
 
 
@@ -59,7 +59,7 @@ def lanes_wanted() -> bool:
 
 def pages_wanted() -> bool:
     """Whether its lanes have pages where they can. UsageError for an unknown GRADWIRE_LANE."""
-    return _wanted() in ("auto", "page") and can_page()
+    return _wanted() == "page" and can_page()
 
 
 def fits(line: Line, nbytes: int) -> bool:

@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": dict(_versions()),
-        "lane": os.environ.get("GRADWIRE_LANE", "auto"),
+        "lane": os.environ.get("GRADWIRE_LANE", "page"),
     }
 
 
