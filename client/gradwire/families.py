@@ -43,17 +43,24 @@ _ONLY_NUMPY = frozenset(_known)
 
 
 class Face(Protocol):
-    """What each caller framework's file offers: ``gradwire.numpy``, ``.torch``, ``.jax``, ``.tensorflow``."""
+    """What each caller framework's file has: ``gradwire.numpy``, ``.torch``, ``.jax``, ``.tensorflow``.
+
+    Besides what is here a face may have, and is asked for only if it has::
+
+        is_plain(site, operands) -> bool     whether `call` would record nothing, here and now       numpy, torch
+        in_callers_modes(act)                see the function of that name                           torch
+        traced, undisturbed                  for a compiler that follows this program's Python       torch
+        barrier()                            see the function of that name                           jax
+        is_tracing() -> bool                 whether what happens now is done once, at a trace       jax
+        seed(x)                              a seed of this framework, as `Options` has it           jax
+    """
 
     NAME: str
     ACCUMULATES: bool
     """Whether a plain call of a module adds to the module's own gradients when it is pulled back."""
 
     def call(self, handle: Any, site: Site, operands: list[Any]) -> Any:
-        """Make the call a node of the framework's autodiff; returns the result tree in its tensors.
-
-        Where a face has ``is_plain(site, operands)`` besides: whether this would record nothing, here and now.
-        """
+        """Make the call a node of the framework's autodiff; returns the result tree in its tensors."""
 
 
 def family_of(x: Any) -> str:
@@ -178,13 +185,13 @@ def in_callers_modes(act: Callable[..., Any]) -> Callable[..., Any]:
 
 def barrier() -> None:
     """Wait until what compiled programs have dispatched has reached its worker, in every family in use."""
-    for wait in _offered("barrier"):
+    for wait in _in_loaded_faces("barrier"):
         wait()
 
 
 def is_tracing() -> bool:
     """Whether a program is being traced here, in any family in use: what is done now is not done when it runs."""
-    return any(asked() for asked in _offered("is_tracing")) or _is_in_function()
+    return any(asked() for asked in _in_loaded_faces("is_tracing")) or _is_in_function()
 
 
 def _is_in_function() -> bool:
@@ -193,8 +200,8 @@ def _is_in_function() -> bool:
     return asked is not None and bool(asked())
 
 
-def _offered(name: str) -> list[Any]:
-    """What has this name in the faces that are in use."""
+def _in_loaded_faces(name: str) -> list[Any]:
+    """What has this name in the faces that were loaded: only through these has the program made calls."""
     faces = [sys.modules.get(f"gradwire.{family}") for family in FAMILIES]
     # (asked for as an attribute, it would be looked for everywhere)
     return [vars(face)[name] for face in faces if face is not None and name in vars(face)]
