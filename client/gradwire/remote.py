@@ -43,6 +43,7 @@ from gradwire.specs import ShapeDtype, avals_of, is_described, spec_result
 from gradwire.submitting import submit
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import ClosedError, DtypeError, UnsupportedTensorError, UsageError
+from gradwire_wire.messages import WHOLE_VERBS
 from gradwire_wire.structures import fill, flatten, positional
 
 if TYPE_CHECKING:
@@ -51,20 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["Remote"]
 
 MAX_SITES = 1024
-_ACTING = frozenset(
-    [
-        "train",
-        "requires_grad",
-        "load_state_dict",
-        "load",
-        "save",
-        "step",
-        "zero_grad",
-        "set",
-        "schedule",
-        "load_optimizer_state",
-    ]
-)
+_ACTING = WHOLE_VERBS | {"save"}
 """Verbs that are asked for what they do, and not for what they give."""
 _PLAIN = frozenset((int, bool, str, type(None)))
 """Types whose values are alike where they are equal and of one type (numbers with a point are not: there is a zero below zero)."""

@@ -23,6 +23,7 @@ __all__ = [
     "KEEP_ROWS",
     "MAX_FRAME",
     "PROTOCOL",
+    "WHOLE_VERBS",
     "Call",
     "Collect",
     "Done",
@@ -121,6 +122,22 @@ class Spec(NamedTuple):
     training: Union[bool, None]
     flags: int
     avals: list[Any]  # [[shape, [code, bits, lanes]], ...]
+
+
+WHOLE_VERBS = frozenset(
+    {
+        "train",
+        "requires_grad",
+        "load_state_dict",
+        "load",
+        "step",
+        "zero_grad",
+        "set",
+        "schedule",
+        "load_optimizer_state",
+    }
+)
+"""Verbs of State that change the module. They are not interrupted: half of one done would leave a module that nobody has asked for."""
 
 
 class State(NamedTuple):

@@ -42,7 +42,6 @@ from gradwire_workers.program import Engine
 from gradwire_workers.reception import Reception
 from gradwire_workers.residuals import Residuals
 from gradwire_workers.sessions import Line, Session, line_of
-from gradwire_workers.state import CHANGES
 from gradwire_workers.state import State as ModuleState
 from gradwire_workers.turns import TURN_S, Turns
 from gradwire_workers.users_code import UsersCode
@@ -361,7 +360,9 @@ class Desk:
     def _change_state(self, session: Session, state: State, carriers: list[Carrier | None], _: Any) -> Reply:
         args, kwargs = _arguments(state, carriers)
         program = self.loaded[state.remote]
-        with self.users_code.running(session, state.call_id, is_interruptible=state.verb not in CHANGES):
+        with self.users_code.running(
+            session, state.call_id, is_interruptible=state.verb not in messages.WHOLE_VERBS
+        ):
             tree = self._state.act(program, state.verb, args, kwargs)
         if state.verb == "functional":
             self.loaded.give(tree, session.client_id)

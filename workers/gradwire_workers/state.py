@@ -17,22 +17,7 @@ from gradwire_workers.program import Engine, Optimizer, Program
 from gradwire_workers.selection import selected
 from gradwire_workers.targets import find_target
 
-__all__ = ["CHANGES", "State"]
-
-CHANGES = frozenset(
-    {
-        "train",
-        "requires_grad",
-        "load_state_dict",
-        "load",
-        "step",
-        "zero_grad",
-        "set",
-        "schedule",
-        "load_optimizer_state",
-    }
-)
-"""Verbs that are not interrupted: half of them done would leave a module that nobody has asked for."""
+__all__ = ["State"]
 
 
 class _Made(NamedTuple):
