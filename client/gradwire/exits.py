@@ -33,9 +33,10 @@ def is_leaving() -> bool:
 
 
 def end_daemon() -> None:
-    """At the exit, in a daemon thread of the program's: end it, as the interpreter is about to, and without a word.
+    """At the interpreter's exit, in one of the program's daemon threads: end the thread, as the interpreter is about to do itself.
 
-    (An error that reaches it through a compiled program says that the worker was closed.) The call that it makes can bring no result any more, and `SystemExit` is what `threading` reports nowhere.
+    The call that the thread makes can have no result any more. `SystemExit` is what `threading` does not report. (In a compiled
+    program the thread gets an error instead, which says that the worker was closed.)
     """
     if not _leaving:
         return

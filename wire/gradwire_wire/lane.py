@@ -135,7 +135,8 @@ class Lane:
     def send_and_note(self, packet: bytes, note: Callable[[Any], Any], value: Any) -> bool:
         """As `send_if_room`, and then ``note(value)``: both or none, whatever a handler of signals raises meanwhile.
 
-        The one method that another thread than the receiver's may call. note: a function in C, such as a list's append. Handlers run between steps of Python's own, and here is none.
+        Handlers run between the interpreter's steps, and there is none between these two. So note must be a function in C, such as
+        a list's append. This is the only method that another thread than the receiver's may call.
         """
         steps = chain(map(self._socket.send, (packet,), (_SEND,)), map(note, (value,)))
         try:

@@ -8,15 +8,17 @@ Theory of operation. A page is made by the client and passed with the lane's soc
               24  awake      1: do not ring           client writes, for itself
     frames     client's, worker's                     each HALF bytes
 
-A sender writes the frame, then its word, and rings (a packet of one zero byte by the socket) unless the receiver is
-awake. A receiver that is awake looks at the word again and again; before it sleeps in a poll or receive, it is
-not awake any more and looks once more. Messages of a client that looks for their answers, and answers to a client that looks, go by the
-page as well. All other frames, and the end of the peer, come by the socket as on any lane; whoever
-sends a packet says so in its word before (bytes 0), for a peer that looks nowhere else. So the words count all calls.
+A sender writes the frame, then its word. Unless the receiver is awake it also rings: it sends a packet of one zero byte by
+the socket. A receiver that is awake looks at the word again and again. Before it sleeps, in a poll or a receive, it stores 0
+into its own `awake` and looks once more.
 
-Whether to look is the client's decision (spin.py). A worker looks for the next call of a client that looks, if it
-has come soon of late. A client that will not look for its answer sends short calls of some KiB as packets too, as on a lane without a
-page, and is answered in kind: a frame and a bell cost more than a packet.
+What goes by the page: short calls and answers; messages that have an answer, if the client will look for that; and answers to a
+client that looks. All other frames, and the end of the peer, come by the socket as on any lane. Whoever sends such a packet announces it in
+its word (bytes 0), for a peer that is awake looks nowhere else. So the words count all calls.
+
+The client decides whether looking pays (spin.py). A worker looks for the next call of a client that looks, if its calls have
+come soon after each other of late. A client that will not look sends short calls of up to some KiB as packets, as on a lane
+without a page, and is answered by packets: a frame and a bell cost more.
 
 Order of memory. This is for x86 alone, where loads are in order, stores are in order, and a store of eight
 aligned bytes is whole; CPython makes one of an item assignment to a memoryview of 'Q', and copies arrays by plain stores
@@ -26,17 +28,19 @@ store and a later load of something else, and two of these meet here: ::
     sender    word = n;    FENCE; if not awake: ring
     receiver  awake = 0;   FENCE; if word is new: go on, else sleep
 
-Without fences both could load the old value, and the receiver would sleep with the frame before it. The fence is
-taking and releasing a lock of this end's own, which is an interlocked instruction in every CPython (taking it does not wait:
-where an interrupt has come between the two, it is still taken, and releasing it is the fence). And should a bell be lost all the
-same, a client that waits looks at the word and rings once more each time its receive times out: late, never lost.
+Without the fences both could load the old value, and the receiver would sleep although the frame is there. The fence is to
+acquire and release a lock that only this end has: in every CPython that executes an interlocked instruction. The acquiring does not
+wait. (If an interrupt came between the two, the lock is still taken, and then the release is the fence.) Should a bell be lost all
+the same, a client that waits looks at the word and rings again each time its receive times out: a call may be late, and is never lost.
 
-One call at a time: the client writes its half only when the last answer has come, the worker its own only
-when the next request has. But what has no answer (a Release) may still lie in the socket when the next call is shown:
-its packet then finds a word that is not its own, and must leave it: whoever acts on a word acts on the one that it has looked at. Either end may be malicious or dying: what lies in the page can change while it is read, so
-heads and entries are copied and then checked, and tensors are copied out (see plans.py); a word that says more bytes than
-the half has is refused, and what is garbage in a half harms nobody but its reader. A process that dies
-between frame and word has said nothing.
+One call at a time. The client writes its half only after the last answer has come, and the worker writes its own only after the
+next request has. But a message without an answer (a Release) may still lie in the socket when the next call is shown. The worker that
+reads this packet then finds a word that belongs to the call, and must leave it: a reader acts on the word that it has looked at,
+and does not load it again.
+
+Trust. Either end may be malicious or dying, and what lies in the page can change while it is read. So heads and entries are copied
+first and then checked, and tensors are copied out (see plans.py). A word that says more bytes than the half has is refused. Garbage in
+a half harms nobody but its reader. A process that dies between frame and word has said nothing.
 """
 
 from __future__ import annotations

@@ -36,10 +36,8 @@ from gradwire_wire.lifeline import (
 from gradwire_workers.installation import how_to_install
 
 NEEDED = {"zmq": "pyzmq", "msgpack": "msgpack", "numpy": "numpy"}  # module → what pip calls it
-OLDEST_MSGPACK = (
-    1,
-    0,
-)  # before it texts were packed as bytes are unless one says otherwise: each end would read other messages
+OLDEST_MSGPACK = (1, 0)
+"""Earlier ones pack texts as bytes by default, so the two ends would not read the same messages."""
 FRAMEWORK_PACKAGES = {"tensorflow": "tensorflow-cpu"}
 STDERR = 2  # its descriptor: what the environment's own sitecustomize has made of sys.stderr may be anything
 MOST_TEXT = 60_000  # characters of one message; a packet holds about 200 kB

@@ -1,9 +1,17 @@
 """What a graph holds of ours, so that it goes when the graph does.
 
-TensorFlow keeps two things for ever: rules, in a table of the process by name, where `tf.custom_gradient` puts one that holds the
-tensors of its graph, and so the graph and what it has captured; and host functions, in the program's outermost graph. Each
-model that a program makes, calls in a `tf.function` and drops would stay, here and in its worker. So both have weak
-references from us, and what they lead to is held by the graphs that need it.
+TensorFlow keeps two things for ever. Gradient rules are in a table of the process, by name; the rule of a `tf.custom_gradient` holds
+the tensors of its graph, and so the graph and everything that it has captured. Host functions are kept by the program's outermost
+graph. Every model that a program makes, calls in a `tf.function` and drops would therefore stay, here and in its worker.
+
+So TensorFlow gets weak references from us, in its table and in its host functions. What they lead to is held (`hold`) by the graphs
+that call it, as an attribute of each, and goes when these go. Two things follow:
+
+- `with_rule` does what `tf.custom_gradient` does, but registers a rule that holds nothing. For the tapes that needs one private
+  function of TensorFlow, which has no public way to tell them. Where it is gone, `tf.custom_gradient` is used, and graphs stay.
+- Keras's optimizers use `tf.custom_gradient`, and so keep the graph of every model that was trained. Nothing in TensorFlow says that
+  such a graph can no longer be called: functions and tapes refer to it, and it does not refer to them. So `_let_go` looks for
+  graphs whose variables are gone, and asks the garbage collector whether anything but their own parts still refers to them.
 """
 
 from __future__ import annotations
@@ -33,7 +41,7 @@ _sweeping = threading.RLock()
 
 
 def hold(x: object) -> None:
-    """As long as the graph that is traced is there, or one that it is a part of (a loop's body, a function called in a function)."""
+    """Keep it for as long as the graph that is being traced, or one that this is a part of: a loop's body, or a function in a function."""
     with _sweeping:
         _let_go()
     graph = tf.compat.v1.get_default_graph()
@@ -50,10 +58,7 @@ def hold(x: object) -> None:
 
 
 def _let_go() -> None:
-    """Of what is held by graphs that nobody can call any more: their variables are gone, and the functions made of them.
-
-    Keras's optimizers have rules of that kind, and so keep the graph of each model that was trained.
-    """
+    """Empty graphs that nobody can call any more: their variables are gone, and so are the functions that were made of them."""
     graphs = list(_graphs)
     for graph in graphs:
         try:
@@ -67,7 +72,10 @@ def _let_go() -> None:
 
 
 def _is_used(graph: Any, ours: list[Any]) -> bool:
-    """Whether anything refers to it but its own parts: the functions to call it, and tapes with such a call, do. Takes a while."""
+    """Whether anything but its own parts refers to it, as functions to call it do, and tapes with such a call. Takes a while.
+
+    Its operations and tensors refer to it, by themselves or by their ``__dict__``; so do ``ours`` and the frames of this very call.
+    """
     operations = graph.get_operations()
     parts = {id(vars(x)) for op in operations for x in (op, *op.outputs) if hasattr(x, "__dict__")}
     return any(
@@ -88,9 +96,9 @@ _saved: set[object] = set()
 def with_rule(
     results: Sequence[Any], operands: Sequence[Any], rule: Rule, called: object
 ) -> tuple[list[Any], object]:
-    """The results, differentiated by ``rule(*cotangents)``, which gives one for each operand; and what the graph must hold for that.
+    """The results, differentiated by ``rule(*cotangents)``, which gives a cotangent for each operand; and what the graph must hold for that.
 
-    called: what is kept for ever once the graph is saved, since this program may load it at any time.
+    called: what is called in the graph. If the graph is saved, this is kept for ever, since the program may load the graph at any time.
     """
     if record_operation is None:  # TensorFlow has no public way to tell its tapes
         return list(tf.custom_gradient(lambda *_: (list(results), rule))(*operands)), None

@@ -24,8 +24,10 @@ code   meaning      payload (msgpack unless said otherwise)
 
 msgpack has no types for bytearray and memoryview: they arrive as bytes.
 
-`flattening` and `filling` are the way there and back; below them are `format` (codes and limits), `reading` (bytes to trees)
-and `values` (what msgpack has no type for, with `stand_ins` for classes that are not loaded here); `places` tells where leaves are, `weak` which of them stand for numbers; `keys` are scalars where a leaf cannot be.
+The modules: `flattening` makes structures of trees, and `filling` trees of structures. Below them, `format` has codes and limits,
+`reading` makes trees of bytes, `values` knows what msgpack has no type for, `stand_ins` makes classes for what is not loaded here, and
+`keys` are scalars in places where no leaf can be, such as a dict's keys. `places` names leaves by their paths, and `weak` says which leaves
+stand for Python numbers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ A target is traced by `tf.function`, a few times for each signature: what its Py
 at values, runs eagerly at every call: ``options(compile=False)`` asks for that from the beginning,
 ``compile=True`` forbids it.
 
-``words`` has the derivatives, ``graphs`` the tracing, ``replays`` and ``residuals`` what a kept forward keeps, ``modules`` and ``optimizers`` a module's state, ``programs`` the loaded target.
+``programs`` is the loaded target, ``graphs`` its tracing, ``words`` its derivatives, ``replays`` and ``residuals`` what a kept forward
+keeps, ``modules`` and ``optimizers`` a module's state, ``functional`` the module as a function of its parameters.
 """
 
 from __future__ import annotations

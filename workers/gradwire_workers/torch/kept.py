@@ -25,9 +25,12 @@ nodes_made: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", 
 class Kept(Residual):
     """A kept forward: leaves, results, and between them torch's graph. See `program.Residual`.
 
-    owner: the program, for its parameters and its generation. nbytes: estimated, see `saved_nbytes`; where that is to be done
-    later, by ``measure``. accumulates: whether pullbacks will add to the owner's parameters.
-    has_hooks: see `gradwire_workers.torch.hooks`. alone: of the operands that are leaves here only the anchor is differentiated. within: runs ``function(*args)`` as the forward was run, given the leaves.
+    owner: the program, for its parameters and its generation.
+    nbytes: estimated, see `saved_nbytes`. measure: makes that estimate later, where there is time for it.
+    accumulates: whether pullbacks add to the owner's parameters.
+    has_hooks: see `gradwire_workers.torch.hooks`.
+    alone: of the operands that are leaves here, only the anchor is differentiated.
+    within: runs ``function(*args)`` as the forward was run, given the leaves.
     """
 
     __slots__ = (
