@@ -1,8 +1,8 @@
 """What the desk asks of a loaded target: the contract every worker framework's package fulfils.
 
-A framework's package (``torch``, ``jax``, ``tensorflow``, ``numpy``) has the module-level names of `Engine`, all of them. Its
-targets are subclasses of `Program`, what it keeps of a call of `Residual`: what is abstract there it must have, and the rest it may
-have; what stands here is the answer of one that has not. The desk knows nothing else.
+A framework's package (``torch``, ``jax``, ``tensorflow``, ``numpy``) has all the module-level names of `Engine`. Its targets are
+subclasses of `Program`, and what it keeps of a call is a subclass of `Residual`. They must have what is abstract here. The rest they may
+override: what stands here is right for a framework that has nothing of the kind. The desk knows nothing else of a framework.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ __all__ = ["Engine", "Optimizer", "Program", "Residual", "Result", "Runner", "Se
 class WorkerSite:
     """Everything fixed about a call, hashable: programs cache what they compile by it.
 
-    structure: the argument tree. ``training``: the module's mode, already checked.
-    accumulate: pullbacks add to the module's own gradients. ``anchored``: operand 0 is the anchor,
-    a float32 scalar that the target never sees. ``compile``: None is "auto". ``alone``: no other operand of a kept call
-    is differentiated; what is compiled is the same.
+    structure: the argument tree.
+    training: the module's mode, already checked.
+    accumulate: pullbacks add to the module's own gradients.
+    anchored: operand 0 is the anchor, a float32 scalar that the target never sees.
+    compile: None is "auto".
+    alone: only the anchor of a kept call is differentiated. What is compiled is the same, so sites are compared without it.
     """
 
     structure: bytes
@@ -53,8 +55,8 @@ Runner = Callable[[Sequence[Any]], Tuple[Sequence[Any], bytes]]
 class Residual(ABC):
     """A kept forward: whatever its derivatives need. Dropped by the desk when its token is released.
 
-    takes_absent: whether `derive` may be given None for a cotangent, where nothing leads to that result: what reaches no other
-    one is then not used. Otherwise it is given zeros.
+    takes_absent: whether `derive` may be given None for the cotangent of a result that the caller's loss does not depend on.
+    An operand that only such results depend on then counts as not used. Without this, `derive` is given zeros.
     """
 
     __slots__ = ()
@@ -65,39 +67,39 @@ class Residual(ABC):
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
     ) -> tuple[list[Any], Residual | None]:
-        """The pullback ``('T', wrt, n)`` or the tangent ``('J', wrt)`` of the kept forward at ``linear``.
+        """The pullback ``('T', wrt, n)`` or the tangent ``('J', wrt)`` of the kept forward at ``linear``, the cotangents or tangents.
 
-        Any number of times. None in a pullback's results: that operand is not used. ``keep``: return
-        the residual of this derivative as well. ``accumulate``: add parameter gradients to the module's own.
+        May be called any number of times. None in a pullback's results: that operand is not used. keep: return the residual of this
+        derivative as well. accumulate: add the gradients of parameters to the module's own.
         """
 
     def settle(self) -> int:
-        """Its bytes. Asked once, mostly when the answer is on its way already: what can wait until then is done here."""
+        """Its bytes. Called once, mostly after the answer was sent: do here what can wait until then."""
         return self.nbytes
 
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:
-        """The derivative of each row of a kept batch; None where it does not apply and must be computed afresh.
+        """The derivative of each row of a kept batch; None if this residual cannot give it, and the forward must be computed again.
 
-        (`derive` gives that of the whole batch, in which an operand without the axis is one for all rows.)
+        (`derive` gives that of the whole batch, in which an operand without the batch axis is the same one for all rows.)
         """
         return None
 
     def derive_batch(
         self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
     ) -> list[Any] | None:
-        """`derive` for each row of cotangents or tangents, of which ``mapped`` have rows. None where it must be asked for each."""
+        """`derive` for each row of the cotangents or tangents; ``mapped`` says which of them have rows. None if it must be called row by row."""
         return None
 
     def differentiated(self, primals: tuple[tuple[Any, ...], ...]) -> Residual:
-        """The residual of the forward as these operations ``('P', wrt)`` make it: only asked where `Program.rules_end`."""
+        """The residual of the forward as these operations ``('P', wrt)`` make it. Only called if `Program.rules_end`."""
         raise NotImplementedError(f"{type(self).__qualname__} is of a program whose rules do not end")
 
 
 Search = Callable[[Callable[[], Any], Optional[float]], None]
-"""Makes a step by a loss, of ``accumulate``, which evaluates it, adds to the gradients, and is called as often as that takes; and of a norm
-to clip to, or None. No gradients are left."""
+"""Makes a step of an optimizer that evaluates the loss itself: ``search(accumulate, clip_norm)``. ``accumulate()`` evaluates the loss and
+adds to the gradients; the optimizer calls it as often as it needs. No gradients are left afterwards."""
 
 
 class Optimizer(Protocol):
@@ -133,10 +135,12 @@ class Program(ABC):
     """A loaded target. Tensors are the framework's own; operands may be kept, results must be ready.
 
     is_module: whether it is asked for what only modules have.
-    may_have_rules: whether a function of this framework can have derivative rules of its own. rules_end: whether the framework uses
-    such a rule once and derives what that computes, as JAX does; no other program is asked for ``('P', wrt)``.
+    may_have_rules: whether a function of this framework can have derivative rules of its own.
+    rules_end: whether the framework uses such a rule once and differentiates what the rule computes, as JAX does. No other program is
+    asked for ``('P', wrt)``.
     moves_in_evaluation: whether its calls move state in evaluation mode as well, as those of a stateful RNN do.
-    name: the target, for messages. told_of_cut: whether somebody was warned that no argument has a gradient.
+    name: the target, for messages.
+    told_of_cut: whether the user was warned that no argument has a gradient.
     """
 
     is_module: bool
@@ -168,7 +172,7 @@ class Program(ABC):
         """Tensors of one shape as rows of one tensor, along a new axis."""
 
     def runner(self, site: WorkerSite) -> Runner | None:
-        """What is called for every planned call of this site instead of `run`, made once; None where nothing can be prepared."""
+        """What is called instead of `run` for every planned call of this site. Made once; None if nothing can be prepared."""
         return None
 
     @abstractmethod
@@ -181,7 +185,7 @@ class Program(ABC):
     def keep_rows(
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
     ) -> tuple[Result, Residual]:
-        """Evaluate the batch ``(('V', axes),)`` so that each row can be differentiated on its own, and the whole as one."""
+        """Evaluate the batch ``(('V', axes),)`` so that each row can be differentiated on its own, and the batch as a whole."""
 
     @abstractmethod
     def spec(self, site: WorkerSite, avals: Sequence[Aval]) -> tuple[list[Aval], bytes]:
@@ -192,10 +196,8 @@ class Program(ABC):
         return False
 
     def has_moved(self) -> bool:
-        """Whether calls, or other code, have changed the module's state in this generation: BatchNorm's statistics in training
-        mode, say. What it computes now in evaluation mode may then not be what an earlier forward did.
-
-        Asked where a forward would be computed again.
+        """Whether calls or other code have moved the module's state in this generation, such as BatchNorm's statistics in training
+        mode. If so, a forward that is computed again now may differ from the earlier one. Asked before that is done.
         """
         return False
 
@@ -257,11 +259,13 @@ class Program(ABC):
         """The module as a function of its parameters, which come as an argument and so get gradients like any other.
 
         Its target is called as ``(parameters, *args, **kwargs) -> result``, with ``parameters`` a dict by the names of
-        `parameters`: those that are not in it stay the module's own. Buffers stay in the module and move there.
-        With ``buffers`` they come and go instead: ``(parameters, buffers, *args, **kwargs) -> (result, buffers)``.
-        Mode and generation are the module's; the verbs about state act on the module. With ``training`` its calls have
-        that mode instead, and the module has its own again after each of them.
-        With ``trainable`` the caller is a Keras layer, and this is its flag: the result is ``(result, losses, masks)`` as
+        `parameters`. Parameters that are not in it stay the module's own. The verbs about state act on the module, and the
+        generation is the module's.
+
+        buffers: if False, buffers stay in the module and move there. If True they come and go with each call:
+        ``(parameters, buffers, *args, **kwargs) -> (result, buffers)``.
+        training: the mode of its calls. None: the module's. Otherwise the module has its own mode again after each call.
+        trainable: None unless the caller is a Keras layer; then this is the layer's flag. The result is ``(result, losses, masks)``, as
         `gradwire_workers.keras_layers.called_in_layer` gives them, and with False a Keras module is called as a frozen one.
         """
 
@@ -269,9 +273,10 @@ class Program(ABC):
 class Engine(TensorFamily, Protocol):
     """The module-level names of a framework's package.
 
-    Those of its `TensorFamily` among them, and three for what the framework can do sooner than by these:
-    adopt_operand: `adopt` for a call's operands. adopter: gives, for a dtype, what adopts fresh copies of arrays of it, or None.
-    export_all: `export` for numpy arrays alone, all of them at once. A framework that has nothing of the kind says `adopt`, and None.
+    These are the names of its `TensorFamily`, and three short cuts, where the framework has any:
+    adopt_operand: `adopt` for a call's operands; otherwise `adopt` itself.
+    adopter: gives for a dtype a function that adopts fresh copies of arrays of that dtype, or None; otherwise None.
+    export_all: `export` for many results at once, all of them numpy arrays; otherwise None.
     """
 
     adopt_operand: Callable[[Carrier], Any]

@@ -26,10 +26,12 @@ RETURN = (
 class Model(ABC):
     """A module taken apart.
 
-    parameters: trainable inexact arrays by name. buffers: all its other arrays, but for the state of random streams.
-    moving_in_evaluation: the buffers that a call moves in evaluation mode too. training: the mode it was made in; None where it has
-    no modes. is_pure: whether its Python keeps nothing of a call.
-    keeps_dtypes: whether buffers stay in the dtypes that they begin with; else a call may leave wider ones, such as statistics
+    parameters: trainable inexact arrays by name.
+    buffers: all its other arrays, except the state of random streams.
+    moving_in_evaluation: the buffers that a call moves in evaluation mode too. In training mode, and where there are no modes, any may move.
+    training: the mode it was made in; None if it has no modes.
+    is_pure: whether its Python keeps nothing of a call.
+    keeps_dtypes: whether buffers stay in the dtypes that they begin with. Otherwise a call may leave wider ones, such as statistics
     that begin in float32 and go on in the float64 of the inputs.
     """
 
