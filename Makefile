@@ -12,12 +12,12 @@
 #   make format   rewrite the sources as `make check` wants them
 #   make clean    remove everything that these targets made
 #
-# `make setup PYTHON=python3.12` uses another interpreter; `make setup PIP_FLAGS=` shows all that pip says.
+# `make setup PYTHON=python3.12` uses another interpreter; `make setup PIP_FLAGS=` shows all that uv and pip say.
 
 PYTHON    ?= python3
 PIP_FLAGS ?= -q -q
 # Python compiles what is imported when it is imported; compiling whole frameworks beforehand is half of pip's time.
-PIP_INSTALL := -m pip install $(PIP_FLAGS) --disable-pip-version-check --no-compile
+INSTALL := .envs/uv/bin/python environments/install.py
 unexport PYTHONDONTWRITEBYTECODE # once, then: where it is set, each process would compile three frameworks anew
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += --jobs=3 # three environments at a time: some download while others unpack
@@ -41,7 +41,7 @@ help:
 # `requirements` follows environments/NAME.txt (a change rebuilds from nothing, so that nothing is left over);
 # `project` follows pyproject.toml (gradwire is installed editable: its sources need no reinstall).
 
-setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .envs/jax-oldest .envs/jax-newest .venv/.stamp-imported
+setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .envs/jax-oldest .envs/jax-newest .envs/.stamp-compiled
 
 .venv:            .venv/.stamp-project
 .envs/demo:       .envs/demo/.stamp-project
@@ -50,11 +50,20 @@ setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .
 .envs/jax:        .envs/jax/.stamp-requirements
 .envs/sentences:  .envs/sentences/.stamp-requirements
 
-.venv/.stamp-requirements: environments/dev.txt
+.venv/.stamp-requirements: environments/dev.txt | .envs/uv/.stamp
 	$(call build_environment,.venv,$<)
 
-.envs/%/.stamp-requirements: environments/%.txt
+.envs/%/.stamp-requirements: environments/%.txt | .envs/uv/.stamp
 	$(call build_environment,.envs/$*,$<)
+
+# What fills the others: uv, and a pip for where uv cannot (environments/install.py).
+.envs/uv/.stamp: environments/uv.txt
+	$(check_python)
+	@rm -rf .envs/uv
+	@$(PYTHON) -m venv .envs/uv
+	@.envs/uv/bin/python -m pip install $(PIP_FLAGS) --disable-pip-version-check --requirement $< \
+	  || echo "make: there is no uv; pip, which takes longer, builds the environments" >&2
+	@touch $@
 
 # The oldest and the newest JAX, each with a Python of those it runs on. Where none is found, their tests are skipped.
 .envs/jax-oldest: PYTHONS := 3.11 3.12
@@ -65,27 +74,37 @@ setup: .venv .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences .
 
 %/.stamp-project: %/.stamp-requirements pyproject.toml
 	@echo "make: installing gradwire into $* (editable)"
-	@$*/bin/python $(PIP_INSTALL) --no-deps --editable .
+	@$(INSTALL) $* $(PIP_FLAGS) --no-deps --editable .
 	@touch $@
 
-# Compiles what all of pytest's processes import when they begin, while other environments are still being installed.
+# Compiles what all of pytest's processes import when they begin, while other environments are still being installed,
 .venv/.stamp-imported: .venv/.stamp-project
 	@TF_CPP_MIN_LOG_LEVEL=3 .venv/bin/python -c "import equinox, flax, jax, keras, optax, tensorflow, torch" 2>.venv/imported.log \
 	  || { cat .venv/imported.log >&2; exit 1; }
 	@touch $@
 
+# and then for the workers.
+SHARING := .envs/torch .envs/tensorflow .envs/jax .envs/demo .envs/sentences
+.envs/.stamp-compiled: .venv/.stamp-imported $(SHARING:=/.stamp-requirements) | .envs/jax-oldest
+	@.venv/bin/python environments/share_bytecode.py .venv $(SHARING) .envs/jax-oldest
+	@touch $@
+
 .PRECIOUS: .envs/%/.stamp-requirements
 
-# $(call build_environment,FOLDER,REQUIREMENTS)
-define build_environment
+define check_python
 @$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null || { \
   echo "make: needs Python 3.11, 3.12 or 3.13 (TensorFlow, as pinned, has no build for others)," \
        "and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
        "Name another interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+endef
+
+# $(call build_environment,FOLDER,REQUIREMENTS)
+define build_environment
+$(check_python)
 @echo "make: building $(1) from $(2) (minutes, once)"
 @rm -rf $(1)
-@$(PYTHON) -m venv $(1)
-@$(1)/bin/python $(PIP_INSTALL) --requirement $(2)
+@$(PYTHON) -m venv --without-pip $(1)
+@$(INSTALL) $(1) $(PIP_FLAGS) --requirement $(2)
 @touch $@
 endef
 

@@ -81,11 +81,17 @@ class Uv:
 
     def steps(self, python: str, folder: Path, requirements: Path) -> list[Step]:
         """See `Installer`."""
-        install = [self._path, "pip", "install", "--python", str(folder / "bin" / "python"), *self._flags]
+        install = self.install(
+            str(folder / "bin" / "python"), "--compile-bytecode", "--requirements", str(requirements)
+        )
         return [
             Step("making it", [self._path, "venv", "--no-project", "--python", python, str(folder)]),
-            Step("installing", [*install, "--compile-bytecode", "--requirements", str(requirements)]),
+            Step("installing", install),
         ]
+
+    def install(self, python: str, *arguments: str) -> list[str]:
+        """The command that installs into an environment that is there, by its interpreter."""
+        return [self._path, "pip", "install", "--python", python, *self._flags, *arguments]
 
 
 class Pip:
