@@ -22,7 +22,6 @@ import os
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -59,17 +58,19 @@ def rounds(acts: list[Act], calls: int) -> list[list[float]]:
 def submitted(
     optimizer: gw.Optimizer, args: tuple[torch.Tensor, ...], local_step: Act, calls: int
 ) -> dict[str, float]:
-    """Seconds of a step of a loop, where no step is waited for but the last."""
+    """Seconds of a step of a loop, where no step is waited for but the last; and of a loop of local steps."""
 
-    def loop() -> float:
-        start = time.perf_counter()
+    def remote_loop() -> None:
         for _ in range(calls):
             future = optimizer.submit(*args)
         future.result()
-        return (time.perf_counter() - start) / calls
 
-    loop(), median_s(local_step, calls // 4)
-    return figures([(loop(), median_s(local_step, calls)) for _ in range(ROUNDS)])
+    def local_loop() -> None:
+        for _ in range(calls):
+            local_step()
+
+    found = rounds([remote_loop, local_loop], 1)
+    return figures([(a / calls, b / calls) for a, b in found])
 
 
 def worker_owned(worker: gw.Worker, calls: int, way: str) -> dict[str, float]:

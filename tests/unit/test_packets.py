@@ -143,6 +143,7 @@ def test_by_zeromq_its_reader_alone_sends(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/router"
     router = sockets.bind_router(address)
     dealer = sockets.PipelineDealer(address, b"reader", 10_000)
+    assert dealer.is_connected(60_000)
     packets, _, put = pipeline(dealer)
     put(3)
     packets.flush()

@@ -11,6 +11,7 @@ from gradwire_wire.errors import DtypeError, UnsupportedTensorError
 from gradwire_wire.messages import Call, Plan, Spec
 from gradwire_workers.asked import name_of_operand
 from gradwire_workers.program import Engine
+from gradwire_workers.scratch import Scratch
 
 __all__ = ["Operands"]
 
@@ -20,6 +21,7 @@ class Operands:
 
     def __init__(self, engine: Engine) -> None:
         self._adopt, self.adopter = engine.adopt_operand, engine.adopter
+        self._scratch = Scratch()
 
     def adopted(self, call: Call | Plan, carriers: list[Carrier | None]) -> list[Any]:
         """The operands as the framework's tensors; None where the client left one out.
@@ -29,7 +31,7 @@ class Operands:
         operands: list[Any] = []
         for carrier in carriers:
             if carrier is not None and call.keep and not carrier.owned:
-                carrier = Carrier(carrier.array.copy(order="K"), carrier.dtype)
+                carrier = Carrier(self._scratch.copy(carrier.array), carrier.dtype)
             try:
                 operands.append(None if carrier is None else self._adopt(carrier))
             except (DtypeError, UnsupportedTensorError) as error:

@@ -38,7 +38,7 @@ A before-fork hook therefore copies every leased page privately (the child inher
 no owner can change), and a lease is ended only by the process that took it.
 
 ``own`` and ``borrowed`` have the two kinds of segments, ``ledger`` what passes between them, ``shared_page`` the one memory that both
-ends write (of a lane); below these are ``files`` (memory files), ``exporters`` (what arrays keep alive), ``private_copies`` and ``system``.
+ends write (of a lane), ``private`` memory that is nobody else's and is kept like theirs; below these are ``files`` (memory files), ``exporters`` (what arrays keep alive), ``private_copies`` and ``system``.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from gradwire_wire.segments.exporters import holder_of
 from gradwire_wire.segments.files import SharingUnavailableError, take_memory, why_only_short_files
 from gradwire_wire.segments.ledger import Ledger
 from gradwire_wire.segments.own import OwnSegment
+from gradwire_wire.segments.private import PrivateSegment
 from gradwire_wire.segments.shared_page import SharedPage
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Lease",
     "Ledger",
     "OwnSegment",
+    "PrivateSegment",
     "SharedPage",
     "SharingUnavailableError",
     "holder_of",
