@@ -26,13 +26,25 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.exchange import INLINE_BYTES
 from gradwire_wire.structures import flatten
 
-__all__ = ["Functional", "FunctionalHandle", "check_remote", "checked_module"]
+__all__ = ["Functional", "FunctionalHandle", "check_owner", "check_remote", "checked_module"]
 
 
 def check_remote(x: Any) -> None:
     """UsageError for what is none, such as a worker or a module of this process."""
     if not isinstance(x, Remote):
         raise UsageError(f"{x!r:.80} is no gradwire.Remote; give what worker.module(...) returns")
+
+
+def check_owner(face: str, owner: str, buffers: str) -> None:
+    """UsageError for words that these are not, and for buffers that would have another owner than the parameters. face: who asks."""
+    if owner not in ("caller", "worker") or buffers not in ("worker", "explicit"):
+        raise UsageError(
+            f"{face}(owner={owner!r}, buffers={buffers!r}): owner is 'caller' or 'worker', buffers 'worker' or 'explicit'"
+        )
+    if owner == "worker" and buffers == "explicit":
+        raise UsageError(
+            "buffers='explicit' needs owner='caller': the worker owns all of the state or the caller does"
+        )
 
 
 def checked_module(x: Any) -> Remote:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradwire.families import family_of_call, is_leaf
-from gradwire.functional import Functional, check_remote
+from gradwire.functional import Functional, check_owner, check_remote
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
@@ -185,17 +185,8 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
     UsageError for a function. DtypeError for 64-bit parameters while JAX would narrow them.
     """
     check_remote(remote)
-    if owner not in ("caller", "worker") or buffers not in ("worker", "explicit"):
-        raise UsageError(
-            f"functional(owner={owner!r}, buffers={buffers!r}): owner is 'caller' or 'worker', buffers 'worker' or 'explicit'"
-        )
-    if owner == "worker":
-        if buffers == "explicit":
-            raise UsageError(
-                "buffers='explicit' needs owner='caller': the worker owns all of the state or the caller does"
-            )
-        return _owned_by_worker(remote)
-    return _owned_by_caller(remote, buffers == "explicit")
+    check_owner("functional", owner, buffers)
+    return _owned_by_worker(remote) if owner == "worker" else _owned_by_caller(remote, buffers == "explicit")
 
 
 def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradwire.functional import check_owner
 from gradwire.proxies import stays_here
 from gradwire.torch.compiled import traced
 from gradwire.torch.contents import Contents
@@ -229,18 +230,11 @@ class Module(Fixed):
 
 
 def _form(remote: Remote, buffers: str, owner: str) -> Form | Stage:
-    """What is called in training mode. UsageError for what these words are not."""
-    if owner not in ("caller", "worker") or buffers not in ("worker", "explicit"):
-        raise UsageError(
-            f"Module(owner={owner!r}, buffers={buffers!r}): owner is 'caller' or 'worker', buffers 'worker' or 'explicit'"
-        )
-    if owner == "caller":
-        return Form(remote, buffers=buffers == "explicit", training=True)
-    if buffers == "explicit":
-        raise UsageError(
-            "buffers='explicit' needs owner='caller': the worker owns all of the state or the caller does"
-        )
-    return Stage(remote)
+    """What is called in training mode."""
+    check_owner("Module", owner, buffers)
+    if owner == "worker":
+        return Stage(remote)
+    return Form(remote, buffers=buffers == "explicit", training=True)
 
 
 def _at(place: Place) -> Any:
