@@ -121,35 +121,50 @@ def _from_residual(
     zeros: Callable[[Aval], Any],
 ) -> Evaluated | None:
     """From the graph kept under the call's token; None where there is none or it does not serve."""
-    rows = call.token if type(call.token) is list else None
-    token = call.token if rows is None else rows[0][0]
-    if rows is not None and call.token_ops and _is_whole_batch(rows):
-        rows = None  # of the batch itself, and not of each row, a derivative is asked for
+    token, rows = _asked_for(call)
     kept, step = residuals.find(token, call.remote), _step_after(word, call.token_ops)
     if kept is None or step is None:
         return None
+    is_pullback = step.op[0] == "T"
     linear = operands[len(operands) - _linear_count(word) :]
     if any(x is None for x in linear):
-        is_plain = step.op[0] == "T" and rows is None and not step.further and not call.keep
+        is_plain = is_pullback and rows is None and not step.further and not call.keep
         whole = _without_gaps(kept, linear, zeros) if is_plain else None
         if whole is None:
             return None
         linear = whole
-    if step.op[0] == "T":
+    if is_pullback:
         residuals.note_pulled(token)
-    if rows is not None:
-        if step.rules or call.token_ops:  # rows are of the function itself
-            return None
-        return _from_rows(program, kept.residual, step, call, linear, rows)
-    batches = _batches_of_lines(step.further, len(linear))
+    if rows is None:
+        return _from_forward(program, kept.residual, step, call, linear, site.accumulate and is_pullback)
+    if step.rules or call.token_ops:  # rows are of the function itself
+        return None
+    return _from_rows(program, kept.residual, step, call, linear, rows)
+
+
+def _asked_for(call: Asked) -> tuple[int, list[Any] | None]:
+    """The token of the kept forward, and which rows of it are asked for on their own: None where none are."""
+    if type(call.token) is not list:
+        return call.token, None
+    rows = call.token
+    if call.token_ops and all(row[0] == rows[0][0] and row[1] == i for i, row in enumerate(rows)):
+        return rows[0][0], None  # all rows of the batch, in their order: a derivative of the batch itself
+    return rows[0][0], rows
+
+
+def _from_forward(
+    program: Program, residual: Residual, step: Step, call: Asked, linear: Sequence[Any], accumulate: bool
+) -> Evaluated | None:
+    """A derivative of the kept forward, at one set of cotangents or tangents or at a batch of them."""
+    batches = _batches_of_linear(step.further, len(linear))
     if batches is None or (batches and (call.keep or _has_no_rows(linear, len(batches)))):
         return None
-    of = kept.residual.differentiated(step.rules) if step.rules else kept.residual
-    accumulate = site.accumulate and step.op[0] == "T"
+    if step.rules:
+        residual = residual.differentiated(step.rules)
     if batches:
-        return Evaluated(Result(_from_batches(program, of, step.op, batches, linear, accumulate)))
-    tensors, residual = of.derive(step.op, linear, keep=bool(call.keep), accumulate=accumulate)
-    return Evaluated(Result(tensors), residual)
+        return Evaluated(Result(_from_batches(program, residual, step.op, batches, linear, accumulate)))
+    tensors, further = residual.derive(step.op, linear, keep=bool(call.keep), accumulate=accumulate)
+    return Evaluated(Result(tensors), further)
 
 
 Batches = Tuple[Tuple[bool, ...], ...]
@@ -157,14 +172,14 @@ Batches = Tuple[Tuple[bool, ...], ...]
 
 
 @lru_cache(maxsize=4096)
-def _batches_of_lines(further: Word, lines: int) -> Batches | None:
-    """Operations that are batches of the last ``lines`` operands alone; None where they are something else.
+def _batches_of_linear(further: Word, count: int) -> Batches | None:
+    """Operations that are batches of the last ``count`` operands alone, the cotangents or tangents; None where they are something else.
 
     One forward then serves all rows, as in a Jacobian.
     """
-    if any(op[0] != "V" or any(op[1][: len(op[1]) - lines]) for op in further):
+    if any(op[0] != "V" or any(op[1][: len(op[1]) - count]) for op in further):
         return None
-    return tuple(op[1][len(op[1]) - lines :] for op in further)
+    return tuple(op[1][len(op[1]) - count :] for op in further)
 
 
 def _from_batches(
@@ -206,11 +221,6 @@ def _stacked(program: Program, rows: Sequence[list[Any]], axis: int) -> list[Any
     return [None if column[0] is None else program.stack(column, axis) for column in zip(*rows)]
 
 
-def _is_whole_batch(rows: list[Any]) -> bool:
-    """Whether these are the rows of one kept batch, in their order."""
-    return all(row[0] == rows[0][0] and row[1] == i for i, row in enumerate(rows))
-
-
 def _without_gaps(
     kept: Kept, cotangents: Sequence[Any], zeros: Callable[[Aval], Any]
 ) -> Sequence[Any] | None:
@@ -225,11 +235,11 @@ def _without_gaps(
 def _from_rows(
     program: Program, residual: Residual, step: Step, call: Asked, linear: Sequence[Any], rows: list[Any]
 ) -> Evaluated | None:
-    """The same for a batch whose rows were kept at once, under one token: the outermost of the word's."""
-    further, lines = step.further, len(linear)
+    """Derivatives of rows that were kept at once, under one token: the outermost batch of the word's is that of the rows."""
+    further = step.further
     if call.keep or not further or further[-1][0] != "V" or any(row[0] != rows[0][0] for row in rows):
         return None
-    batches = _batches_of_lines(further[:-1], lines)
+    batches = _batches_of_linear(further[:-1], len(linear))
     if batches is None or _has_no_rows(linear, len(further)):
         return None
     axes, numbers = further[-1][1], np.asarray([row[1] for row in rows])
