@@ -58,19 +58,26 @@ def rounds(acts: list[Act], calls: int) -> list[list[float]]:
 def submitted(
     optimizer: gw.Optimizer, args: tuple[torch.Tensor, ...], local_step: Act, calls: int
 ) -> dict[str, float]:
-    """Seconds of a step of a loop, where no step is waited for but the last; and of a loop of local steps."""
+    """Seconds of a step of a loop, where no step is waited for but the last; and of a loop of local steps.
 
-    def remote_loop() -> None:
-        for _ in range(calls):
+    Each loop begins with steps that do not count: until the system has given both processes a processor again, of which this one
+    has just computed on one and the other slept.
+    """
+
+    def remote_loop(count: int) -> None:
+        for _ in range(count):
             future = optimizer.submit(*args)
         future.result()
 
-    def local_loop() -> None:
-        for _ in range(calls):
+    def local_loop(count: int) -> None:
+        for _ in range(count):
             local_step()
 
-    found = rounds([remote_loop, local_loop], 1)
-    return figures([(a / calls, b / calls) for a, b in found])
+    def timed(loop: Callable[[int], None]) -> float:
+        loop(calls // 2)
+        return median_s(lambda: loop(calls), 1) / calls
+
+    return figures([(timed(remote_loop), timed(local_loop)) for _ in range(ROUNDS)])
 
 
 def worker_owned(worker: gw.Worker, calls: int, way: str) -> dict[str, float]:

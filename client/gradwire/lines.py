@@ -2,7 +2,7 @@
 
 A line is a lane (`gradwire_wire.lane`, with a page where both sides can: `gradwire_wire.page`) where the two
 processes share memory and the message fits a packet, and a ZeroMQ DEALER otherwise. In the environment,
-``GRADWIRE_LANE=zmq`` switches lanes off, ``GRADWIRE_LANE=socket`` pages; ``page`` or nothing is the best that
+``GRADWIRE_LANE=zmq`` switches lanes off, ``GRADWIRE_LANE=socket`` pages; ``page``, ``auto`` or nothing is the best that
 both sides can. One thread always meets the same warm line; n threads at once need n. Deques make it thread-safe.
 """
 
@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError, UsageError
 from gradwire_wire.exchange import Exchange
@@ -28,6 +28,7 @@ from gradwire_wire.sockets import ClientKeys, Dealer, PipelineDealer, SocketErro
 __all__ = ["Line", "Lines", "fits", "lanes_wanted", "pages_wanted"]
 
 Line = Lane | Dealer
+D = TypeVar("D", bound=Dealer)
 CONNECT_LOOKS = 5
 MOST_ASIDE_S = 30.0
 """How long a late reply is waited for: after that, whoever was interrupted had perhaps read it already."""
@@ -47,8 +48,8 @@ def _noted(line: Any) -> Any:
 def _wanted() -> str:
     """What is the best that may be used, by the environment. UsageError where it says something else."""
     wanted = os.environ.get("GRADWIRE_LANE") or "page"
-    if wanted not in ("page", "socket", "zmq"):
-        raise UsageError(f"GRADWIRE_LANE={wanted} is none of page, socket and zmq: correct or unset it")
+    if wanted not in ("auto", "page", "socket", "zmq"):
+        raise UsageError(f"GRADWIRE_LANE={wanted} is none of auto, page, socket and zmq: correct or unset it")
     return wanted
 
 
@@ -59,7 +60,7 @@ def lanes_wanted() -> bool:
 
 def pages_wanted() -> bool:
     """Whether its lanes have pages where they can. UsageError for an unknown GRADWIRE_LANE."""
-    return _wanted() == "page" and can_page()
+    return _wanted() in ("auto", "page") and can_page()
 
 
 def fits(line: Line, nbytes: int) -> bool:
@@ -138,13 +139,16 @@ class Lines:
         return self._client_id + next(self._numbers).to_bytes(4, "big")
 
     def _open_dealer(self, identity: bytes) -> Dealer:
+        if self._keys is not None:
+            return Dealer(self._endpoint, identity, self._look_ms, self._keys)
+        return self._connected(Dealer, identity)
+
+    def _connected(self, kind: type[D], identity: bytes) -> D:
         """One that is connected, or will be: a worker that is stopped lets nobody in.
 
         OSError where this process has no descriptor for the connection: what is sent would wait for one, for ever.
         """
-        if self._keys is not None:
-            return Dealer(self._endpoint, identity, self._look_ms, self._keys)
-        made = Dealer(self._endpoint, identity, self._look_ms, waits=True)
+        made = kind(self._endpoint, identity, self._look_ms, waits=True)
         for _ in range(CONNECT_LOOKS):
             if made.is_connected(self._look_ms):
                 return made
@@ -154,7 +158,7 @@ class Lines:
                 made.close()
                 raise
         made.close()
-        return Dealer(self._endpoint, identity, self._look_ms)
+        return kind(self._endpoint, identity, self._look_ms)
 
     def _open_page_lane(self) -> Lane | None:
         if not self._has_pages:
@@ -201,16 +205,12 @@ class Lines:
 
     def _open_pipeline_dealer(self) -> PipelineDealer | None:
         try:
-            made = PipelineDealer(self._endpoint, self._new_identity(), self._look_ms)
-        except (SocketError, OSError) as error:
-            if isinstance(error, OSError):
-                _check_refusal(error)
+            return self._connected(PipelineDealer, self._new_identity())
+        except SocketError:
             return None
-        for _ in range(CONNECT_LOOKS):
-            if made.is_connected(self._look_ms):
-                return made
-        made.close()
-        return None
+        except OSError as error:
+            _check_refusal(error)
+            return None
 
     def check_in(self, line: Line) -> None:
         """The call is over and its reply was read."""

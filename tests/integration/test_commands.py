@@ -98,7 +98,7 @@ def test_a_limit_of_ones_own_is_what_doctor_tells(monkeypatch: pytest.MonkeyPatc
 def test_a_lane_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was taken for sockets, and a benchmark measured those."""
     monkeypatch.setenv("GRADWIRE_LANE", "pages")
-    with pytest.raises(UsageError, match="GRADWIRE_LANE=pages is none of page, socket and zmq"):
+    with pytest.raises(UsageError, match="GRADWIRE_LANE=pages is none of auto, page, socket and zmq"):
         gw.connect()
     done = gradwire("doctor", "--json", env={**os.environ})
     (calls,) = (finding for finding in json.loads(done.stdout) if finding["topic"] == "calls")

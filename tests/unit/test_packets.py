@@ -142,7 +142,7 @@ def test_by_zeromq_its_reader_alone_sends(tmp_path: Path) -> None:
     """Frame by frame. Whoever else has something to send wakes it, and a bell that rings often is no news, nor one after the end."""
     address = f"ipc://{tmp_path}/router"
     router = sockets.bind_router(address)
-    dealer = sockets.PipelineDealer(address, b"reader", 10_000)
+    dealer = sockets.PipelineDealer(address, b"reader", 10_000, waits=True)
     assert dealer.is_connected(60_000)
     packets, _, put = pipeline(dealer)
     put(3)

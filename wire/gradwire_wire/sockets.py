@@ -381,10 +381,12 @@ class PipelineDealer(Dealer):
 
     takes_batches = False
 
-    def __init__(self, address: str, identity: bytes, receive_timeout_ms: int) -> None:
-        """SocketError or OSError where this process has no descriptors for it."""
+    def __init__(
+        self, address: str, identity: bytes, receive_timeout_ms: int, *, waits: bool = False
+    ) -> None:
+        """See `Dealer`. SocketError or OSError where this process has no descriptors for it."""
         self._alarm, self._bell = map(_unblocked, socketpair())
-        super().__init__(address, identity, receive_timeout_ms, waits=True)
+        super().__init__(address, identity, receive_timeout_ms, waits=waits)
         self._timeout_ms, self._reader = receive_timeout_ms, 0
         self._lock = threading.RLock()  # held to ring, and to close: descriptors have new owners soon
 
