@@ -1,7 +1,7 @@
 """The conversation with the broker: messages to it and from it, and the ends of both.
 
 Theory of operation. The DEALER belongs to the link's thread (see `gradwire.link_thread`). What the broker says is
-news (`gradwire.broker_news`) for who waits for it, or output, which goes to the screen and never holds up news.
+news (`gradwire.broker_news`) for whatever waits for it, or output, which goes to the screen and never holds up news.
 
 Ends. `close` asks the broker to end and waits for that within bounds; at the interpreter's exit all channels are
 closed, within a second. A program that is killed needs none of this: the broker sees its end. A killed broker takes

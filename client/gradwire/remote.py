@@ -55,7 +55,7 @@ MAX_SITES = 1024
 _ACTING = WHOLE_VERBS | {"save"}
 """Verbs that are asked for what they do, and not for what they give."""
 _PLAIN = frozenset((int, bool, str, type(None)))
-"""Types whose values are alike where they are equal and of one type (numbers with a point are not: there is a zero below zero)."""
+"""Types of which equal values are the same one. (Not float: 0.0 == -0.0.)"""
 
 
 class Remote:
@@ -147,7 +147,7 @@ class Remote:
 
     @property
     def __name__(self) -> str:
-        """The target's own, for who names things by their functions (`jax.named_call`, profilers)."""
+        """The target's own name, for what names things after functions (`jax.named_call`, profilers)."""
         return self.handle.name.rpartition(":")[2]
 
     autograph_info__ = None  # TensorFlow's AutoGraph calls what says so as it is, instead of rewriting it

@@ -46,7 +46,7 @@ class Labeller:
 
 
 class Screen:
-    """`sys.stderr`, without waiting for who reads it. Used by one thread."""
+    """`sys.stderr`, without waiting for whatever reads it. Used by one thread."""
 
     def __init__(self) -> None:
         self._labeller = Labeller()

@@ -39,7 +39,7 @@ class DType(NamedTuple):
 
     @property
     def is_real(self) -> bool:
-        """Whether values are real numbers with a point, of no fewer bits than arithmetic is done in."""
+        """Whether values are real floating-point numbers, of no fewer bits than arithmetic is done in."""
         return self.code in (FLOAT, BFLOAT)
 
     @property

@@ -264,7 +264,7 @@ class Desk:
             session.dealers[identity] = line
 
     def _serve_far(self, far: FarDoor, waited: Any) -> None:
-        """Clients at tcp, who say Hello where they call."""
+        """Clients by tcp, which say Hello on the same socket on which they call."""
         if waited is far.gate.socket:
             far.gate.answer()
             return

@@ -45,7 +45,7 @@ class Loaded:
         return number
 
     def give(self, number: int, client: bytes) -> None:
-        """It was made for that client, who may have it forgotten; not so what was loaded at the start."""
+        """Note that it was made for that client, which may ask for it to be forgotten. What was loaded at the start belongs to none."""
         if number not in self._named.values():
             self._owners[number] = client
 

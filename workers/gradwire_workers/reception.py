@@ -32,7 +32,7 @@ SHORT_S = 0.02  # while descriptors are short tethers are looked at at this pace
 
 class Reception:
     """Listens at once. sessions: those with a tether, by their client's id. tethers and lanes: by descriptor.
-    reserve: descriptors for who comes when user code has taken all.
+    reserve: descriptors for clients that come when user code has taken all others.
 
     turns: is told of lanes that are closed. on_end: is called with a session that is over, when its lanes are closed.
     """
@@ -99,7 +99,7 @@ class Reception:
         self.tethers[fd] = (tether, session)
 
     def greet_far(self, far: FarDoor, hello: Hello, line: Addressee) -> None:
-        """A client at tcp, who has no tether: it says Hello where it calls, and all its tensors come in frames."""
+        """A client by tcp. It has no tether: it says Hello on the socket on which it calls, and all its tensors come in frames."""
         try:
             marks = self._checked_hello(hello, [])
         except GradwireError as error:

@@ -1,4 +1,4 @@
-"""When a client's calls were received, computed and answered here, for who asked for it by `messages.Trace`.
+"""When a client's calls were received, computed and answered here, for the client that asked for it by `messages.Trace`.
 
 A desk that records is a desk of another class, and only as long as somebody wants it: otherwise nothing here costs
 anything, not even a test. Times are CLOCK_MONOTONIC's, which the processes of a machine share.

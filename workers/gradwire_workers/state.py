@@ -81,7 +81,7 @@ class State:
         return self._verbs[verb](program, *args, **kwargs)
 
     def give(self, number: int, client: bytes) -> None:
-        """That optimizer was made for that client, who may have it forgotten."""
+        """Note that this optimizer was made for that client, which may ask for it to be forgotten."""
         self._owners[number] = client
 
     def forget(self, numbers: Iterable[int], client: bytes) -> bool:

@@ -84,7 +84,7 @@ class Crossing:
         return _Wide(results) if self._is_wide and not jax.config.jax_enable_x64 else results
 
     def results(self, arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """The call, for who takes the results as they are."""
+        """The call, for callers that take the results as they are."""
         try:
             return self.at_once(arrays)
         except BaseException as error:

@@ -28,7 +28,7 @@ the ZeroMQ send, whose locks are barriers.
 
 Where there is no memfd (forbidden, another kernel), segments are *files*: nameless ones (O_TMPFILE, or unlinked as soon as they are
 open) in the runtime folder of mode 0700. A file cannot be sealed: whoever has its descriptor can truncate it under a mapping,
-which is a SIGBUS for who looks. So nobody maps a file of another process: a borrower *reads* its tensors (``pread``, one more copy;
+which is a SIGBUS for whoever reads there. So nobody maps a file of another process: a borrower *reads* its tensors (``pread``, one more copy;
 too short a file is a short read and an error), and the loan is over at once; a ledger that is a file is read and written
 with ``pread`` and ``pwrite``. Only the owner maps its own file. A peer could truncate that, on purpose: it is a process of the same user
 (SO_PEERCRED), and could as well kill this one. Where no file can be had either, tensors travel inside the messages.

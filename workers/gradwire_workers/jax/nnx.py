@@ -34,18 +34,16 @@ class NnxModel(Model):
         rest = {n: x for n, x in params.items() if n not in self.parameters}
         self.buffers = {**rest, **Tree(self._rest, _name).arrays}
         self.moving_in_evaluation = self._of_kind(module, self._nnx.Cache)  # what decoding writes to
-        # written for who looks, and read by no call; and what was warned of
-        self._may_be_lost = set(self.moving_in_evaluation | self._of_kind(module, self._nnx.Intermediate))
+        # Intermediates are there to be looked at, and no call reads them. What was warned of once is added.
+        self._no_warning_for = set(self.moving_in_evaluation | self._of_kind(module, self._nnx.Intermediate))
         self._signature = CallSignature(module.__call__)
         differ = self._graphs[True] != self._graphs[False]
-        # no two calls are the same one then
-        is_random = bool(jax.tree_util.tree_leaves(self._random_streams)) or self._signature.first_of(
-            ["rngs"]
-        )
+        takes_rngs = self._signature.first_of(["rngs"]) is not None
+        is_random = takes_rngs or bool(jax.tree_util.tree_leaves(self._random_streams))
+        self.training: bool | None = None
+        # Without a mode equal calls may be merged, and no two random ones are the same.
         if differ or self._signature.modes or self.buffers or is_random:
-            self.training: bool | None = not differ or graph != self._graphs[False]
-        else:
-            self.training = None
+            self.training = not differ or graph != self._graphs[False]
 
     def _of_kind(self, module: Any, kind: Any) -> frozenset[str]:
         """The buffers that are variables of this kind."""
@@ -85,9 +83,9 @@ class NnxModel(Model):
 
     def _warn_of_lost(self, written: Iterable[str]) -> None:
         """A call in evaluation mode writes to these: Flax would keep it, and here it moves in training mode only."""
-        lost = [n for n in written if n not in self._may_be_lost]
+        lost = [n for n in written if n not in self._no_warning_for]
         if lost:
-            self._may_be_lost.update(lost)
+            self._no_warning_for.update(lost)
             warnings.warn(
                 f"{self.name} writes to {', '.join(lost)} in evaluation mode, and what it writes is lost there: state moves in "
                 "training mode only, except for caches. Make it a variable of a class that derives from nnx.Cache, or write to it "
