@@ -43,6 +43,9 @@ QUICK_XLA = (
 )
 os.environ.setdefault("XLA_FLAGS", QUICK_XLA)
 
+# Its compiler would start processes that import torch, for a program or two.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 
 def users_environment() -> dict[str, str]:
     """The environment of a program that is to run as users run it: without what is set above to save time.
