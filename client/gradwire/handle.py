@@ -75,6 +75,11 @@ class Handle(Cached):
         worker = self._loaded.facts.name if self._loaded is not None else "?"
         return f"{worker}/{self._target}"
 
+    @property
+    def framework(self) -> str | None:
+        """The worker's."""
+        return None if self._loaded is None else self._loaded.facts.info.get("framework")
+
     def __repr__(self) -> str:
         return f"<remote {self.name}>"
 

@@ -8,7 +8,7 @@ The call itself is made by the face of the backend's tensors: `gradwire.tensorfl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
@@ -67,7 +67,9 @@ class Layer(keras.layers.Layer):
     buffers="explicit": they are non-trainable weights of this layer, and a call changes nothing in the worker.
 
     Calls: the mode of a call is the one that Keras says (``training=``, else that of the call around it, else evaluation), whatever
-    `Remote.train` has set. Inputs are sent as they are; if ``dtype`` is given they are cast to it, as other layers do.
+    `Remote.train` has set. Inputs are sent as they are, whatever Keras's global policy says. If ``dtype`` is given, inputs are cast to what it
+    computes in, as other layers do, and so are this layer's trainable weights for the call (``dtype="mixed_bfloat16"``), but not those of a TensorFlow
+    module. Buffers, and what is frozen in the worker, keep their dtype.
     A model with this layer can be compiled by XLA under JAX, but not under TensorFlow, where Keras therefore does not do so.
 
     With a Keras module in the worker: what its regularizers and its ``add_loss`` collect in a call becomes losses of this layer, with
@@ -181,7 +183,8 @@ class Layer(keras.layers.Layer):
         kwargs = {**kwargs, **_masks(args, kwargs)}
         # copies: what is assigned below must not change what a pullback will send (in torch it would)
         buffers = [{n: keras.ops.copy(v.value) for n, v in moving.items()}] if self._explicit else []
-        site, leaves = functional.flatten({n: v.value for n, v in own.items()}, (*buffers, *args), kwargs)
+        parameters = {n: self._as_computed(v, v.value, keras.ops.cast) for n, v in own.items()}
+        site, leaves = functional.flatten(parameters, (*buffers, *args), kwargs)
         face = face_named(family_of_call(leaves, site.structure, keras.backend.backend()))
         result = face.call(functional.handle, site, leaves)
         if self._explicit:
@@ -198,6 +201,17 @@ class Layer(keras.layers.Layer):
                 set_keras_mask(y, mask)
         return result
 
+    def _as_computed(self, variable: Any, value: Any, cast: Callable[[Any, str], Any]) -> Any:
+        """Where a dtype is given, inputs come in the one that it computes in; torch takes no weights of another beside them.
+
+        TensorFlow's variables have theirs for good, and Keras layers that have them cast what comes to it by themselves.
+        """
+        wanted = self.compute_dtype
+        other = keras.backend.is_float_dtype(variable.dtype) and variable.dtype != wanted
+        if not (other and self.autocast and keras.backend.is_float_dtype(wanted)):
+            return value
+        return value if self.remote.handle.framework == "tensorflow" else cast(value, wanted)
+
     def compute_mask(self, *_: Any) -> None:
         """None beside those that came with the results."""
 
@@ -212,6 +226,7 @@ class Layer(keras.layers.Layer):
     def compute_output_spec(self, *args: Any, training: Any = None, **kwargs: Any) -> Any:
         """By asking the worker once for each signature; nothing runs there for real."""
         functional, own, moving = self._at(training)
+        own = {n: self._as_computed(v, v, _of_dtype) for n, v in own.items()}
         state = [own, moving] if self._explicit else [own]
         structure, leaves = flatten([[*state, *args], kwargs], _is_symbolic_leaf)
         site, operands = functional.site(structure), [*functional.remote.seed_operand, *leaves]
@@ -325,6 +340,10 @@ class Layer(keras.layers.Layer):
             "file. Save the weights (model.save_weights, model.load_weights), and make the model again around "
             "gw.keras.Layer(remote)"
         )
+
+
+def _of_dtype(variable: Any, dtype: str) -> Any:
+    return keras.KerasTensor(variable.shape, dtype)
 
 
 def _masks(args: Any, kwargs: Any) -> dict[str, list[Any]]:

@@ -172,6 +172,34 @@ def history_of_torch() -> list[float]:
     return history
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_policy_of_mixed_precision_casts_inputs_and_weights_alike(
+    worker_of: Workers, compiled: bool
+) -> None:
+    net = worker_of("torch").module("torch.nn:Linear", 6, 3)
+    layer, x = gw.keras.Layer(net, dtype="mixed_bfloat16"), tf.constant(X, "float32")
+    like = keras.layers.Dense(3, dtype="mixed_bfloat16")
+    like.build(x.shape)
+    like.set_weights([as_numpy(layer.weights[0]).T, as_numpy(layer.weights[1])])
+
+    def run(layer: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = layer(x)
+            loss = tf.reduce_sum(tf.cast(y, "float32") ** 2)
+        return y, tape.gradient(loss, [v.value for v in layer.trainable_weights])
+
+    (y, (kernel, bias)), (wanted, (kernel_like, bias_like)) = (
+        (tf.function(run) if compiled else run)(one) for one in (layer, like)
+    )
+    assert y.dtype == wanted.dtype == layer(keras.Input((6,))).dtype == tf.bfloat16
+    assert {v.dtype for v in layer.weights} == {"float32"} and kernel.dtype == bias.dtype == tf.float32
+    np.testing.assert_allclose(
+        as_numpy(tf.cast(y, "float32")), as_numpy(tf.cast(wanted, "float32")), 0.02, 0.02
+    )
+    np.testing.assert_allclose(as_numpy(kernel).T, as_numpy(kernel_like), 0.05, 0.2)
+    np.testing.assert_allclose(as_numpy(bias), as_numpy(bias_like), 0.05, 0.2)
+
+
 # ---- Layers of other frameworks ---------------------------------------------------------------------------------------
 
 
