@@ -1,7 +1,7 @@
 """Steps of an optimizer in one message each: those that are waited for, and those that are submitted.
 
-A step that is submitted goes by the pipeline (`gradwire.pipeline`), whose calls are made in their order. Where it cannot go by that (a
-bridge that is traced, tcp, a target that has to be loaded again first, arguments that no packet takes) it is made at once, after all that was submitted before.
+A submitted step goes by the pipeline (`gradwire.pipeline`), which keeps the order of its calls. Where it cannot go that way (while the bridge is
+traced, over tcp, with arguments that no packet takes), it is made at once, after everything that was submitted before.
 """
 
 from __future__ import annotations

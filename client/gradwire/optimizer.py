@@ -78,13 +78,19 @@ class Optimizer:
 
     @untraced
     def submit(self, /, *args: Any, clip_norm: float | None = None, **kwargs: Any) -> Future[Any]:
-        """`minimize`, without waiting for it: a future of its result. Tensors must not be written until that is done.
+        """`minimize` without waiting: returns a future of the result.
 
-        Steps are made in the order in which they are submitted, each with the parameters that the one before has left, and the next is on its
-        way while one is made. Whatever is called of the same worker then waits for them. A step that fails moves nothing, and those behind it
-        are made all the same; what it raised is raised by its future or, if nobody has asked that, by the next call, verb or
-        `submit`. It waits for room where many are under way, and for futures among the arguments; where steps cannot be under way
-        (by tcp, while the bridge is traced) for the step itself. Raises at once what refuses the arguments.
+        Steps are made in the order of their submission, and each starts from the parameters that the step before has left. While the
+        worker makes one, the next is on its way. Any other call of the same worker waits for the steps that were submitted before it,
+        and sees what they have done.
+
+        A step that fails moves nothing, and later steps are made all the same. Its future raises the error. If nobody has asked the
+        future by then, the next call, verb or `submit` raises it, once.
+
+        Of the arguments a copy is taken at once, but for those in shared memory (`Bridge.empty`), which must not be written until the
+        step is done. At most four steps are under way: then this waits for the first of them. It also waits for futures among the
+        arguments, and where steps cannot be under way (over tcp, while the bridge is traced), for the step itself. Arguments that cannot
+        be sent, or want a gradient, raise at once, as in `minimize`.
         """
         warn_of_regularizers(self._remote, "step")
         return minimizing.submit(self, self._remote, ("M", self._number, _clip_norm(clip_norm)), args, kwargs)

@@ -1,8 +1,10 @@
-"""Steps of optimizers that were submitted and are perhaps not made yet, and what one has raised that nobody has asked for.
+"""Steps of optimizers that were submitted: how many may be under way, and errors that nobody has asked for.
 
-What is called after a step was submitted has to see what the step does, but goes by another line, and would overtake it. So each message of the
-connection waits for them first. Nor need anybody ask a future: a step that has failed would be missing in the training, and
-nobody would know. So what it raised is raised by the next thing that is asked of the worker, once, unless its future has told it.
+What is called after `Optimizer.submit` must see what the step has done. But it goes by another line, and could overtake the step. So every other
+message of the connection waits first until the pipeline is empty (`Connection.settle`).
+
+Nobody is forced to ask a future. A step that failed would then be missing in the training without anybody knowing. So the next thing that is
+asked of the worker raises the step's error, once, unless its future has raised it already.
 """
 
 from __future__ import annotations
@@ -83,8 +85,12 @@ class Steps:
             with contextlib.suppress(ValueError):  # another thread has
                 futures.remove(first)
             error = None if first.is_told else first.exception()
+            del first
             if error is not None:
                 error.add_note(
                     "This was raised by a step that was submitted before, and whose future nobody has asked."
                 )
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # which has this frame
