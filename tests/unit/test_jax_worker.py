@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import os
 import subprocess
 import sys
@@ -789,3 +790,20 @@ def test_a_process_is_prepared_before_jax_begins(arguments: str, words: list[str
     )
     for word in words:
         assert word in done.stdout + done.stderr
+
+
+def test_jaxprs_run_where_jax_has_the_names_for_it_in_its_older_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before 0.4.31, whose successors need a newer Python than 3.9."""
+    core = importlib.import_module("jax.extend.core")
+    for name in ("ClosedJaxpr", "jaxpr_as_fun"):
+        monkeypatch.setattr(jax.core, name, getattr(core, name), raising=False)
+        monkeypatch.delattr(core, name)
+    found = importlib.util.find_spec("gradwire_workers.jax.jaxprs")
+    assert found is not None and found.loader is not None
+    older = importlib.util.module_from_spec(found)
+    found.loader.exec_module(older)
+    closed = jax.make_jaxpr(lambda x: (x * RNG.standard_normal(3), x + 1))(jnp.ones(3))
+    one, other = older.run(closed.jaxpr, closed.consts, [jnp.zeros(3)])
+    assert (one == 0).all() and (other == 1).all()

@@ -14,6 +14,7 @@ from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import positional
 from gradwire_workers import tensorflow as engine
 from gradwire_workers.program import WorkerSite
+from gradwire_workers.tensorflow.optimizers import Group
 
 X = np.random.default_rng(0).normal(size=(6, 4))
 SITE = WorkerSite(positional(1), training=True, accumulate=True)
@@ -313,6 +314,28 @@ def test_a_state_fits_the_optimizer_of_another_model_of_this_architecture() -> N
     names = [list(x.state_dict()["groups"][0]["variables"]) for x in (one, two)]
     assert names[0] == names[1] and "dense_kernel_momentum" in names[0]
     two.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("of_keras", "wanted"),
+    [("m/{}", "m/first/kernel"), ("{}/m", "first/kernel/m")],
+    ids=["Keras 2.11 and later", "Keras 2 before that"],
+)
+def test_a_state_of_keras_2_has_the_names_of_parameters(of_keras: str, wanted: str) -> None:
+    """Its own have the numbers of the process: another model of this architecture has others."""
+
+    class Optimizer:
+        name = "Adam"
+
+        def build(self, variables: list[Any]) -> None:
+            (kernel,) = variables
+            path = kernel.name.partition(":")[0]
+            slot = tf.Variable(tf.zeros(kernel.shape), name=f"Adam/{of_keras.format(path)}")
+            self.variables = [tf.Variable(0, name="Adam/iter"), slot]
+
+    group = Group("Adam", Optimizer(), None)
+    group.build({"first/kernel": tf.Variable(tf.zeros((2, 3)), name="dense_14/kernel")})
+    assert list(group.variables()) == ["iter", wanted]
 
 
 # ---- An optimizer around another -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any, Callable, Iterator, Sequence, Tuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from gradwire_wire.carriers import Aval
@@ -23,6 +22,7 @@ from gradwire_wire.errors import GradwireError
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.tensors import numpy as numpy_tensors
 from gradwire_workers.flat import Flat
+from gradwire_workers.jax import jaxprs
 from gradwire_workers.jax.words import is_inexact
 
 __all__ = [
@@ -93,7 +93,7 @@ class Traced:
 
     def call(self, consts: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """The results, under any transform."""
-        return tuple(jaxpr_as_fun(ClosedJaxpr(self._jaxpr, list(consts)))(*operands))
+        return jaxprs.run(self._jaxpr, consts, operands)
 
     def forward(self, consts: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """The results, and what the call moves."""

@@ -10,11 +10,11 @@ from typing import Any, Callable, Dict, Iterator, Sequence, Tuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors import jax as tensors
+from gradwire_workers.jax import jaxprs
 from gradwire_workers.jax.calls import Arguments, Call
 from gradwire_workers.jax.flats import JaxFlat
 from gradwire_workers.jax.functions import (
@@ -269,7 +269,7 @@ class TracedModule(Traced):
 
     def forward(self, consts: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         own = len(self._own)
-        return tuple(jaxpr_as_fun(ClosedJaxpr(self._jaxpr, list(consts[:own])))(*consts[own:], *operands))
+        return jaxprs.run(self._jaxpr, consts[:own], [*consts[own:], *operands])
 
     def settled(self, results: Sequence[Any]) -> Sequence[Any]:
         self._core.settle(self._moved, results[self._results :])

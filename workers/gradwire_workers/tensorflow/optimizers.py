@@ -138,8 +138,10 @@ def _slot_name(name: str, paths: Mapping[str, str]) -> str:
         flat = path.replace("/", "_") + "_"  # Keras 3: path_of_it_momentum
         if name.startswith(flat):
             return paths[path].replace("/", "_") + "_" + name[len(flat) :]
-        if name.endswith("/" + path):  # Keras 2: m/path/of/it
+        if name.endswith("/" + path):  # Keras 2.11 and later: m/path/of/it
             return name[: -len(path)] + paths[path]
+        if name.startswith(path + "/"):  # Keras 2 before that: path/of/it/m
+            return paths[path] + name[len(path) :]
     return name
 
 
