@@ -33,18 +33,20 @@ TARGETS: dict[str, dict[str, Callable[..., Any]]] = {
 X = np.arange(3, dtype="f4")
 
 
-def pulled_back(program: Program, way: str, wrt: tuple[int, ...], tensor: Callable[..., Any]) -> None:
-    """Call and pull back as a client makes it: of what was kept, or by running it again."""
+def pulled_back(
+    program: Program, way: str, wrt: tuple[int, ...], tensor: Callable[..., Any], given: bool = True
+) -> None:
+    """Call and pull back as a client makes it: of what was kept, or by running it again. given: whether with a cotangent."""
     site, store = WorkerSite(positional(2)), Residuals(1 << 20, 0)
     operands = [tensor(X), tensor(X)]
     result, residual = evaluate(program, site, (), Request(1, 1, 0, 0), operands, store, Ellipsis)  # type: ignore[arg-type]
     assert residual is not None
     token = store.add(Kept(residual, 1, b"a", 0)) if way == "kept" else 0
-    cotangents = [tensor(np.ones(y.shape, "f4")) for y in result.tensors]
+    cotangents = [tensor(np.ones(y.shape, "f4")) if given else None for y in result.tensors]
     word = (("T", wrt, 1),)
     asked = Request(1, 0, token, 0)
     found, _ = evaluate(program, site, word, asked, [*operands, *cotangents], store, Ellipsis)  # type: ignore[arg-type]
-    warn_of_cut(program, site, word, found.tensors)
+    warn_of_cut(program, site, word, [*operands, *cotangents], found.tensors)
 
 
 @pytest.mark.parametrize("way", ["kept", "again"])
@@ -71,3 +73,13 @@ def test_nobody_is_told_of_an_argument_that_is_not_used(framework: str, way: str
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pulled_back(program, way, (0, 1), tensor)
+
+
+def test_nobody_is_told_where_no_cotangent_was_given_and_who_gives_one_still_is() -> None:
+    engine = importlib.import_module("gradwire_workers.torch")
+    program = engine.program(TARGETS["torch"]["by numpy"], is_module=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pulled_back(program, "kept", (0, 1), torch.tensor, given=False)
+    with pytest.warns(UserWarning, match="leave the framework"):
+        pulled_back(program, "kept", (0, 1), torch.tensor)

@@ -58,7 +58,7 @@ class UsersCode:
             if word and word[0][0] == "M":
                 return self._minimize(program, site, word[0], operands), None, time.perf_counter_ns() - start
             result, residual = evaluate(program, site, word, request, operands, self._residuals, self._zeros)
-            warn_of_cut(program, site, word, result.tensors)
+            warn_of_cut(program, site, word, operands, result.tensors)
         finally:
             self.interrupts.end()
             serve(())
