@@ -19,7 +19,7 @@ from jax import lax
 import gradwire.jax
 from gradwire.families import family_of, is_leaf
 from gradwire.site import Site
-from gradwire_wire.errors import UnsupportedTensorError
+from gradwire_wire.errors import UnsupportedTensorError, UsageError
 from gradwire_wire.structures import flatten
 from tests.doubles.patience import soon
 from tests.doubles.torch_handle import TorchHandle
@@ -533,11 +533,36 @@ def test_r20_python_scalars_as_primals(remote: Any, transform: Function) -> None
     equal(transform(remote(lambda x: x**3 + x))(0.5), transform(lambda x: x**3 + x)(0.5))
 
 
-def test_r35_shapes_with_symbols_are_refused(remote: Any) -> None:
+def symbolic(*shapes: str) -> list[Any]:
+    """Abstract arrays of shapes such as "n, 3", with the same symbols."""
+    scope = jax.export.SymbolicScope()
+    found = [jax.export.symbolic_shape(shape, scope=scope) for shape in shapes]
+    return [jax.ShapeDtypeStruct(shape, np.float64) for shape in found]
+
+
+def test_r35_a_program_for_shapes_with_symbols_is_refused(remote: Any) -> None:
     exporting = jax.export.export(jax.jit(remote(lambda x: x**3)))
-    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), np.float64)
-    with pytest.raises(UnsupportedTensorError, match=r"args\[0\]: a shape with symbols, \(n, 3\)"):
-        exporting(symbolic)
+    with pytest.raises(UnsupportedTensorError, match=r"a shape with symbols, \(n, 3\)"):
+        exporting(*symbolic("n, 3"))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lambda f: jax.grad(lambda *a: f(*a).sum())])
+def test_r35_shapes_with_symbols_are_told(remote: Any, transform: Function) -> None:
+    """Keras with the JAX backend asks so for each layer of a model whose batch has no size yet."""
+    f = remote(lambda x, y: x @ y[:, :1].expand(-1, 3) * 2)
+    operands = symbolic("n, m", "m, 5")
+    expected = jax.eval_shape(
+        transform(lambda x, y: x @ jnp.broadcast_to(y[:, :1], (y.shape[0], 3)) * 2), *operands
+    )
+    told = jax.eval_shape(transform(f), *operands)
+    assert (told.shape, told.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.parametrize("f", [lambda x: x.reshape(-1), lambda x: x[::2], lambda x: x[:-1]])
+def test_r35_other_sizes_than_constants_and_symbols_are_refused(remote: Any, f: Function) -> None:
+    called = remote(f)
+    with pytest.raises(UsageError, match="neither constant nor one of these symbols"):
+        jax.eval_shape(called, *symbolic("n, 8"))
 
 
 def test_r20_python_scalars_beside_much(remote: Any) -> None:

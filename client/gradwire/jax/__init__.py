@@ -21,6 +21,7 @@ from gradwire.functional import Functional, check_owner, check_remote
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
+from gradwire.jax.symbols import spec_of
 from gradwire.regularizers import warn_of_regularizers
 from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval
@@ -87,7 +88,7 @@ def _with_numbers(site: Site, weak: tuple[int, ...]) -> Site:
 
 def _spec(handle: Handle, site: Site, avals: tuple[Aval, ...]) -> SpecResult | GradwireError:
     try:
-        return handle.spec(site, avals)
+        return spec_of(handle, site, avals)
     except (UsageError, RemoteError) as error:
         return error
 
@@ -102,11 +103,6 @@ def _operand(x: Any, i: int, site: Site) -> tuple[Any, Aval]:
     try:
         if isinstance(x, jax.Array):
             aval = tensors.aval(x)
-            if not all(isinstance(n, int) for n in aval.shape):
-                raise UnsupportedTensorError(
-                    f"a shape with symbols, {aval.shape}, which a remote call cannot have: the worker is asked what comes "
-                    "out for sizes. Export or lower the program for each shape in use"
-                )
             tensors.element_type(aval.dtype)
             return x, aval
         aval = numpy_tensors.aval(np.asarray(x))  # none of JAX's own kind of numpy array

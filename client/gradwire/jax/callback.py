@@ -35,6 +35,7 @@ from gradwire.jax import express
 from gradwire.jax.derived import KEEP_STAMP, STAMPED, Derived, describe, has_empty_batch, parities
 from gradwire.jax.failures import recall, remember
 from gradwire.jax.primitive import ordered_effect, primitive, results_of
+from gradwire.jax.symbols import check_sizes
 from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BOOL
 from gradwire_wire.errors import ProtocolError, UsageError
@@ -221,6 +222,7 @@ def _conjugate(array: np.ndarray) -> np.ndarray:
 def _lower(context: Any, *values: Any, derived: Derived) -> Sequence[Any]:
     """The node as a callback; a node that moves state takes XLA's token and hands it on."""
     _check_devices(context, derived)
+    check_sizes(context.avals_in, describe(derived))
     crossing = Crossing(derived, context.avals_in[derived.token_ops is not None :])
     if not derived.moves_state and express.is_open_to(context):
         return express.lower(context, values, crossing)

@@ -27,6 +27,7 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from gradwire.jax.derived import KEEP_STAMP, STAMPED, Derived, describe
+from gradwire.jax.symbols import spec_of
 from gradwire_wire.carriers import Aval
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import UsageError
@@ -113,14 +114,14 @@ def results_of(derived: Derived, operands: Sequence[Any]) -> list[Aval]:
     return result_avals(
         derived.word,
         [tensors.aval(x if hasattr(x, "shape") else _typeof(x)) for x in operands],
-        lambda avals: derived.handle.spec(derived.site, avals).avals,
+        lambda avals: spec_of(derived.handle, derived.site, avals).avals,
     )
 
 
 def _has_rules(derived: Derived, operands: Sequence[Any]) -> bool:
     """Whether the remote function has derivative rules of its own."""
     avals = [tensors.aval(x if hasattr(x, "shape") else _typeof(x)) for x in operands]
-    return derived.handle.spec(derived.site, operands_of_function(derived.word, avals)).has_rules
+    return spec_of(derived.handle, derived.site, operands_of_function(derived.word, avals)).has_rules
 
 
 @primitive.def_effectful_abstract_eval
