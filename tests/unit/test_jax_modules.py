@@ -405,6 +405,20 @@ def test_state_goes_round(kind: str) -> None:
     call(other)  # weak types and the like are as they were
 
 
+def test_what_is_loaded_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """`jnp.array` and `jnp.asarray` compile a program for each shape and dtype: seconds for a model's state."""
+    arrays = {f"w{i}": np.full((3, 97 + i), i, np.float32) for i in range(3)}
+    with jax.log_compiles():
+        program = load((lambda params, x: x, arrays))
+        program.load_state_dict(program.state_dict())
+        program.load_state_dict(arrays)
+        assert "Compiling" not in caplog.text
+        jnp.zeros_like(program.parameters()["w1"])[0].sum()
+        assert "Compiling" in caplog.text
+    arrays["w1"][:] = 7  # what was given is not kept
+    assert (np.asarray(program.parameters()["w1"]) == 1).all()
+
+
 def test_a_wrong_state_changes_nothing() -> None:
     program = load(make("linen"))
     before = program.state_dict()

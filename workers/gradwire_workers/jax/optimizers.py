@@ -12,7 +12,7 @@ import numpy as np
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.functions import needs_values
 from gradwire_workers.jax.store import Store
-from gradwire_workers.jax.trees import Tree, as_numbers, is_array
+from gradwire_workers.jax.trees import Tree, as_numbers, copied, is_array
 
 __all__ = ["OptaxOptimizer"]
 
@@ -293,7 +293,7 @@ class OptaxOptimizer:
                 raise self._unfit(
                     f"{name} is {given[name].dtype}{list(np.shape(given[name]))}, not {x.dtype}{list(x.shape)}"
                 )
-        return tree.filled({name: jnp.array(given[name], copy=True) for name in there})
+        return tree.filled({name: copied(given[name]) for name in there})
 
     def _unfit(self, reason: str) -> UsageError:
         return UsageError(

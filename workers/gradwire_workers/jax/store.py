@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire_wire.errors import DtypeError, UsageError
 from gradwire_workers.jax.models import Model
-from gradwire_workers.jax.trees import is_trainable
+from gradwire_workers.jax.trees import copied, is_trainable
 
 __all__ = ["Moment", "Store"]
 
@@ -160,7 +160,7 @@ def _like(x: Any, there: Any, name: str, may_widen: bool) -> Any:
     wider = jnp.promote_types(given, there.dtype)
     if given != there.dtype and not (same_kind and wider == there.dtype):
         if may_widen and same_kind and is_trainable(x) and wider == given:
-            kept = jnp.array(x, copy=True)
+            kept = copied(x)
             if kept.dtype == given:  # without 64 bits JAX narrows it
                 return kept
         raise DtypeError(
@@ -169,4 +169,4 @@ def _like(x: Any, there: Any, name: str, may_widen: bool) -> Any:
         )
     if getattr(there, "weak_type", False) and there.shape == ():
         return jnp.asarray(np.asarray(x).item())
-    return jnp.array(x, there.dtype, copy=True)
+    return copied(x, there.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.tensors import numpy as numpy_tensors
 
-__all__ = ["Tree", "as_numbers", "dotted", "is_array", "is_trainable"]
+__all__ = ["Tree", "as_numbers", "copied", "dotted", "is_array", "is_trainable"]
 
 
 class Tree:
@@ -66,6 +66,23 @@ def _as_it_was(x: Any, own: Any) -> Any:
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(own)) if _is_key(own) and is_array(x) else x
 
 
+def copied(x: Any, dtype: Any = None) -> Any:
+    """JAX's array of these values, in memory of its own.
+
+    numpy copies them, where JAX would: ``jnp.array`` and ``jnp.asarray`` compile a program for each shape and
+    dtype, which took seconds for a model's state.
+    """
+    if isinstance(x, jax.Array) and (_is_key(x) or x.weak_type or not _is_on_host(x)):
+        return jnp.array(x, dtype, copy=True)
+    return jax.device_put(np.array(x, dtype))
+
+
+def _is_on_host(x: Any) -> bool:
+    """Whether it lies where JAX puts arrays by itself, and that is memory of the host."""
+    device = jax.devices()[0]
+    return device.platform == "cpu" and x.devices() == {device}
+
+
 def is_trainable(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
@@ -88,7 +105,7 @@ def _as_leaf(x: Any, numbers: bool) -> Any:
     is_numpy = isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind not in "OSUMm"
     if not is_numpy:
         return x
-    return jnp.array(tensors.numpy_view(numpy_tensors.export(np.asarray(x))), copy=True)
+    return copied(tensors.numpy_view(numpy_tensors.export(np.asarray(x))))
 
 
 def _unique(names: Sequence[str]) -> list[str]:
