@@ -81,7 +81,7 @@ def as_family(family: str, x: np.ndarray) -> Any:
             return torch.from_numpy(x.view(f"int{8 * x.itemsize}")).view(getattr(torch, x.dtype.name))
         return torch.from_numpy(x)
     if family == "jax":
-        return jnp.asarray(x.copy())  # `jnp.array` compiles a program for each shape and dtype
+        return jax.device_put(x.copy())  # others compile a program for each shape and dtype
     return tf.constant(np.ascontiguousarray(x).reshape(x.shape))
 
 

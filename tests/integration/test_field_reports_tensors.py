@@ -658,7 +658,7 @@ def test_jax_programs_keep_every_dtype(worker_of: Workers) -> None:
     names = [name for name in DTYPES if has("jax", name) and has("torch", name)]
     arrays = {f"{name}{shape}": patterned(name, shape) for name in names for shape in [(), (0, 3), (40, 50)]}
     with jax.enable_x64(True):
-        results = jax.jit(identity)({key: jnp.asarray(x) for key, x in arrays.items()})
+        results = jax.jit(identity)({key: jax.device_put(x) for key, x in arrays.items()})
     for key, x in arrays.items():
         assert_same_bits("jax", results[key], x)
 
