@@ -615,6 +615,7 @@ def test_what_would_leave_the_workers_module_behind_is_refused_whole(pair: Any) 
             ),
             (lambda each=each: each.add_module("3", nn.Linear(64, 10)), "would never be called"),
             (lambda part=part: setattr(part, "bias", None), "'bias' of a gradwire module cannot be None"),
+            (lambda part=part: part.register_parameter("bias", None), "'bias' .* cannot be None"),
             (
                 lambda each=each: nn.Sequential(each).float(),
                 r"1.running_mean.* would stay float64.*buffers='explicit'",

@@ -23,6 +23,10 @@ class Fixed(torch.nn.Module):
         _refuse_replacement(self, name, module)
         super().add_module(name, module)
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        _refuse_replacement(self, name, param)
+        super().register_parameter(name, param)
+
 
 class Part(Fixed):
     """Holds tensors, and parts; cannot be called. So hooks are refused, which would never be (pruning makes one, too)."""
