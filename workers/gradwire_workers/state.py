@@ -158,7 +158,10 @@ class State:
         """Which that number means. UsageError where it is none of this program's."""
         made = self._optimizers.get(number)
         if made is None or made.program is not program:
-            raise UsageError("this optimizer belongs to a former life of the worker; make a new one")
+            raise UsageError(
+                "this optimizer belongs to a former life of the worker. Make a new one with remote.optimizer(...), its schedule too, and "
+                "give it what you saved of the old one's state_dict(), or it begins anew: load_state_dict()"
+            )
         return made.optimizer
 
     def _step(
