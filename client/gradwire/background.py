@@ -65,7 +65,9 @@ class Background:
             raise ForkedError(
                 "submit in a forked child: open a bridge of its own there with gradwire.connect()"
             )
-        future: Future[Any] = needed("concurrent.futures").Future()  # by who never submits anything it is not
+        future: Future[Any] = needed(
+            "gradwire.futures"
+        ).ThreadFuture()  # by who never submits anything it is not
         return future
 
     def start(self, future: Future[Any] | None, act: Callable[[], Any]) -> None:

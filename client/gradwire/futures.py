@@ -17,13 +17,27 @@ from typing import Any
 from gradwire import exits
 from gradwire_wire.errors import ClosedError, UsageError
 
-__all__ = ["OVER", "RUNNING", "CallFuture", "belongs_to", "finish"]
+__all__ = ["OVER", "RUNNING", "CallFuture", "ThreadFuture", "belongs_to", "finish"]
 
 RUNNING, _FINISHED = "RUNNING", "FINISHED"
 OVER = frozenset({_FINISHED, "CANCELLED", "CANCELLED_AND_NOTIFIED"})
 """The states, as `Future` has them, in which one is done."""
 _RLock: Any = type(threading.RLock())
 """The class in C: to take it by `with` is one step, which no handler of signals interrupts."""
+
+
+class ThreadFuture(Future[Any]):
+    """A future of a call that a thread of ours makes."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See `concurrent.futures.Future.result`."""
+        try:
+            return super().result(timeout)
+        except ClosedError:
+            exits.end_daemon()
+            raise
+        finally:
+            del self  # an error that is raised has this frame, and would hold its caller's variables
 
 
 class _OwnLock(_RLock):

@@ -35,14 +35,14 @@ def test_one_clients_optimizers_are_forgotten_by_no_other(state: State, shared: 
     mine, theirs = made(state, shared, MINE), made(state, shared, THEIRS)
     assert not state.forget([theirs, 7], MINE) and state.forget([mine, theirs], MINE)
     state.act(shared, "zero_grad", [theirs], {})
-    with pytest.raises(UsageError, match="make a new one"):
+    with pytest.raises(UsageError, match="Make a new one"):
         state.act(shared, "zero_grad", [mine], {})
 
 
 def test_they_go_with_their_client_and_with_their_module(state: State, shared: Any) -> None:
     mine, theirs = made(state, shared, MINE), made(state, shared, THEIRS)
     assert state.end(MINE) and not state.end(MINE)
-    with pytest.raises(UsageError, match="make a new one"):
+    with pytest.raises(UsageError, match="Make a new one"):
         state.act(shared, "zero_grad", [mine], {})
     state.act(shared, "zero_grad", [theirs], {})
     assert state.forget_of([shared]) and not state.end(THEIRS)

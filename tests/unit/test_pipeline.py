@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from typing import Any
 
 import pytest
 
+from gradwire import exits
 from gradwire.background import Background, raising
 from gradwire.futures import CallFuture, finish
-from gradwire_wire.errors import MemoryExhaustedError, UsageError
+from gradwire_wire.errors import ClosedError, MemoryExhaustedError, UsageError
 from tests.doubles.interrupted import Interrupted
 
 # ---- Futures -----------------------------------------------------------------------------------------------------------
@@ -75,6 +77,34 @@ def outcome_of(future: Future[Any]) -> str:
         return str(future.result(60))
     except CancelledError:
         return "cancelled"
+
+
+def test_a_daemon_thread_that_asks_at_the_exit_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes the call: a thread, or the pipeline."""
+    monkeypatch.setattr(exits, "_leaving", [True])
+    piped = CallFuture(threading.Condition(threading.RLock()))
+    finish(piped, None, ClosedError("closed"))
+    for future in (piped, Background("exit").submit(raising(ClosedError("closed")))):
+        told = in_daemon_thread(partial(future.result, 60))
+        assert type(told) is SystemExit
+        with pytest.raises(ClosedError):
+            future.result(60)
+
+
+def in_daemon_thread(act: Callable[[], Any]) -> BaseException | None:
+    """What it has raised there."""
+    told: list[BaseException] = []
+
+    def caught() -> None:
+        try:
+            act()
+        except BaseException as error:
+            told.append(error)
+
+    thread = threading.Thread(target=caught, daemon=True)
+    thread.start()
+    thread.join(60)
+    return told[0] if told else None
 
 
 def test_the_first_outcome_stays(futures: list[CallFuture]) -> None:
