@@ -192,6 +192,7 @@ OPTIMIZER = "torch.optim:SGD"
         (OPTIMIZER, {"lr": 1}, [], "no parameter in it"),
         (OPTIMIZER, {"lr": 1}, [{"names": ["0"], "params": 1}], "would be the tensors themselves"),
         ("torch.optim:adam", {}, None, "did you mean 'Adam'"),
+        ("torch.optim.Adam", {}, None, "did you mean 'torch.optim:Adam'"),
         ("torch.nn:ParameterList", {}, None, "does not make a torch optimizer"),
     ],
 )

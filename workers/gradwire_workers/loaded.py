@@ -11,7 +11,7 @@ from typing import Any, Iterable
 from gradwire_wire.errors import ProtocolError, UnknownTargetError, UsageError
 from gradwire_workers.permissions import Permissions
 from gradwire_workers.program import Engine, Program
-from gradwire_workers.targets import find_target, is_factory
+from gradwire_workers.targets import find_target, is_factory, with_colon
 
 __all__ = ["Loaded"]
 
@@ -81,7 +81,7 @@ class Loaded:
             there_are = ", ".join(sorted(self._named)) or "none"
             raise UnknownTargetError(
                 f"a target is 'pkg.mod:attr' or 'path/file.py:attr', or the name of something that worker {self._worker!r} "
-                f"loaded when it started; {name!r} is neither (names: {there_are}){_with_colon(name)}"
+                f"loaded when it started; {name!r} is neither (names: {there_are}){with_colon(name)}"
             )
         if args or kwargs:
             raise UsageError(
@@ -101,14 +101,6 @@ class Loaded:
         program: Program = self._engine.program(found, is_module=is_module)
         program.name = target
         return program
-
-
-def _with_colon(name: str) -> str:
-    """What a target without its colon was probably meant to be."""
-    if name.endswith(".py"):
-        return f"; name what is in it: '{name}:attr'"
-    module, _, attribute = name.rpartition(".")
-    return f"; did you mean '{module}:{attribute}'?" if module else ""
 
 
 def _made_by(factory: Any, target: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from gradwire_wire.errors import UnknownTargetError, UsageError
 from gradwire_workers.permissions import Permissions
 
-__all__ = ["find_target", "is_factory"]
+__all__ = ["find_target", "is_factory", "with_colon"]
 
 
 def _working_directory() -> str:
@@ -39,7 +39,9 @@ def find_target(target: str, permissions: Permissions | None = None) -> Any:
     place, colon, attribute = target.rpartition(":")
     is_relative = place.startswith(".") and not place.endswith(".py")
     if not colon or not place or not attribute or is_relative:
-        raise UsageError(f"a target is 'pkg.mod:attr' or 'path/file.py:attr', not {target!r}")
+        raise UsageError(
+            f"a target is 'pkg.mod:attr' or 'path/file.py:attr', not {target!r}{with_colon(target)}"
+        )
     if permissions is not None:
         permissions.check_name(place, attribute)
     module = _from_file(place) if place.endswith(".py") else _from_import(place)
@@ -54,6 +56,14 @@ def find_target(target: str, permissions: Permissions | None = None) -> Any:
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise UnknownTargetError(f"{place} has no {attribute!r}{hint}{_origin(place, module)}") from None
     return found
+
+
+def with_colon(name: str) -> str:
+    """What a target without its colon was probably meant to be."""
+    if name.endswith(".py"):
+        return f"; name what is in it: '{name}:attr'"
+    module, _, attribute = name.rpartition(".")
+    return f"; did you mean '{module}:{attribute}'?" if module else ""
 
 
 def _origin(place: str, module: ModuleType) -> str:
