@@ -10,6 +10,7 @@ nobody waits for any more, in `gradwire.replies`. Calls that are submitted go by
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from gradwire.exits import end_daemon
 from gradwire.handshake import Ask, shake_hands
 from gradwire.inquiry import inquiry_about
 from gradwire.life import Life, TetherWatch
-from gradwire.lines import Line, Lines, lanes_wanted, pages_wanted
+from gradwire.lines import MOST_ASIDE_S, Line, Lines, lanes_wanted, pages_wanted
 from gradwire.loading import needed
 from gradwire.plans import Plan, Seen, Template, add, signature_of
 from gradwire.replies import Abandoned, Released, reply_in
@@ -83,6 +84,7 @@ class Connection:
         self._opening = threading.RLock()
         self._pipeline: Pipeline | None = None
         self._steps: Steps | None = None
+        self._gave_up_at = -math.inf
         self.last_error: tuple[float, GradwireError] | None = None
         self.calls = 0
         self.waited_s = 0.0
@@ -143,7 +145,11 @@ class Connection:
         further: list[Any] = []
         headers = self.exchange.lend(carriers, further)
         call_id = next(self.call_ids)
-        line = self.sender.send(make(call_id, headers), headers, further)
+        try:
+            line = self.sender.send(make(call_id, headers), headers, further)
+        except BaseException as error:
+            self._give_up(error, call_id)
+            raise
         reply, frames = self._finish(line, call_id, start, timeout_s)
         self.lines.check_in(line)
         return reply, frames[1:]
@@ -201,6 +207,7 @@ class Connection:
             line.send_short_nowait(plan.nbytes)
         except BaseException as error:
             self.released.extend(released)  # naming tokens twice harms nobody
+            self._give_up(error, call_id)
             self.sender.unsent(error, line, loans)
             raise
         reply, frames = self._finish(line, call_id, start, timeout_s, plan)
@@ -232,13 +239,22 @@ class Connection:
                 line, plan = self.sender.send_plan(message, key[-1], headers)
             if plan is None:
                 line = self.sender.send(message, headers, further)
-        except BaseException:
+        except BaseException as error:
             self.released.extend(released)
+            self._give_up(error, message.call_id)
             raise
         reply, frames = self._finish(line, message.call_id, start, call.site.timeout_s)
         if plan is not None:
             add(line, key, plan)
         return self._outcome(line, plan, call.word, reply, frames[1:])
+
+    def _give_up(self, error: BaseException, call_id: int) -> None:
+        """A handler of signals has raised this while the call was sent: perhaps it was, and then it ends in the worker, where nobody waits for it."""
+        if isinstance(error, (GradwireError, NotShared, TooLong)):
+            return
+        self.ours.cancel(call_id)
+        self._gave_up_at = time.monotonic()
+        self.life.interrupt()
 
     def _outcome(
         self, line: Line, plan: Plan | None, word: Word, done: Done, further: Sequence[bytes]
@@ -403,7 +419,7 @@ class Connection:
         if self.life.gone.is_set() or self.life.is_closed or self.life.is_foreign:
             return
         self._abandoned.collect()
-        if self.lines.aside:
+        if self.lines.aside or time.monotonic() - self._gave_up_at < MOST_ASIDE_S:
             # abandoned and not over: a signal just before user code began to wait in C was seen by nobody
             self.life.interrupt()
         if self.released:

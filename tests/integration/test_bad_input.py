@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.sending import Sender
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 Workers = Callable[[str], gw.Worker]
@@ -233,3 +235,22 @@ def test_wrong_interpreter_and_framework(shared_bridge: gw.Bridge, torch_python:
         shared_bridge.worker("jax", python=torch_python)
     with pytest.raises(gw.GradwireError, match="paddel"):
         shared_bridge.worker("paddel", python=sys.executable)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_r62_a_call_that_was_interrupted_as_it_was_sent_ends_in_the_worker(
+    numpy_worker: gw.Worker, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """It was sent, and whoever made it does not know: the next call waited until it had ended by itself."""
+    double, nap = (numpy_worker.function(name) for name in ("any_framework:double", "fragile:nap"))
+    send = Sender._send_by
+
+    def interrupted(self: Sender, *args: Any) -> None:
+        send(self, *args)
+        raise error
+
+    monkeypatch.setattr(Sender, "_send_by", interrupted)
+    with pytest.raises(error):
+        nap(X, 600.0)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(double.options(timeout=60)(X), 2 * X)
