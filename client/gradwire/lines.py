@@ -25,7 +25,7 @@ from gradwire_wire.process import check_descriptors
 from gradwire_wire.segments import SharingUnavailableError
 from gradwire_wire.sockets import ClientKeys, Dealer, PipelineDealer, SocketError, Unreachable
 
-__all__ = ["Line", "Lines", "fits", "lanes_wanted", "pages_wanted"]
+__all__ = ["MOST_ASIDE_S", "Line", "Lines", "fits", "lanes_wanted", "pages_wanted"]
 
 Line = Lane | Dealer
 D = TypeVar("D", bound=Dealer)
