@@ -16,27 +16,13 @@ sys.path[:0] = [str(ROOT / "client"), str(ROOT / "wire")]
 from gradwire.environments.installers import Uv, find_installer  # noqa: E402 - where it is has just been said
 
 environment, *arguments = sys.argv[1:]
-python = str(
-    Path(environment, "bin", "python").absolute()
-)  # not resolved: what it links to is no environment
+python = str(Path(environment, "bin", "python").absolute())  # its link is not followed: that leads out of it
 installer = find_installer(os.environ)
 if isinstance(installer, Uv):
-    if (
-        subprocess.run(
-            installer.install(python, *arguments), env=installer.environment, check=False
-        ).returncode
-        == 0
-    ):
+    command = installer.install(python, *arguments)
+    if subprocess.run(command, env=installer.environment, check=False).returncode == 0:
         sys.exit()
     print(f"make: {installer.name} could not fill {environment}; pip tries", file=sys.stderr)
-pip = [
-    sys.executable,
-    "-m",
-    "pip",
-    "--python",
-    python,
-    "install",
-    "--disable-pip-version-check",
-    "--no-compile",
-]
-sys.exit(subprocess.run([*pip, *arguments], check=False).returncode)
+pip = [sys.executable, "-m", "pip", "--python", python, "install"]
+flags = ["--disable-pip-version-check", "--no-compile"]
+sys.exit(subprocess.run([*pip, *flags, *arguments], check=False).returncode)

@@ -65,9 +65,8 @@ class Background:
             raise ForkedError(
                 "submit in a forked child: open a bridge of its own there with gradwire.connect()"
             )
-        future: Future[Any] = needed(
-            "gradwire.futures"
-        ).ThreadFuture()  # by who never submits anything it is not
+        futures = needed("gradwire.futures")  # a program that never submits anything does without
+        future: Future[Any] = futures.ThreadFuture()
         return future
 
     def start(self, future: Future[Any] | None, act: Callable[[], Any]) -> None:

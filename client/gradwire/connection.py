@@ -250,8 +250,8 @@ class Connection:
 
     def _give_up(self, error: BaseException, call_id: int) -> None:
         """A handler of signals has raised this while the call was sent: perhaps it was, and then it ends in the worker, where nobody waits for it."""
-        if isinstance(error, (GradwireError, NotShared, TooLong)):
-            return
+        if isinstance(error, (GradwireError, NotShared, TooLong, sockets.Unreachable)):
+            return  # certainly not sent
         self.ours.cancel(call_id)
         self._gave_up_at = time.monotonic()
         self.life.interrupt()

@@ -14,6 +14,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.steps import UNDER_WAY
+from tests.doubles.patience import soon
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 Workers = Callable[[str], gw.Worker]
@@ -340,7 +341,8 @@ def test_few_steps_are_under_way_at_once(worker_of: Workers, tmp_path: pathlib.P
 
     thread = threading.Thread(target=submit)
     thread.start()
-    thread.join(0.5)
+    assert soon(lambda: len(futures) == UNDER_WAY)
+    thread.join(0.2)
     assert thread.is_alive() and len(futures) == UNDER_WAY
     assert not any(future.done() for future in futures)
     sign.touch()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_sizes", "spec_of"]
 
-# What the first symbol stands for, three times; in the last where the target takes it. Even and small ones first, then such
-# as survive a convolutional network, whose strides divide them. Never 1, which broadcasts.
+# Sizes that the first symbol stands for, in three trials. The third may fail, for the target may not take every size. Small
+# sizes are tried first, then such as are left of a picture after the strides of a convolutional network. Never 1, which broadcasts.
 PROBES = ((2, 3, 67), (64, 96, 67))
 
 
