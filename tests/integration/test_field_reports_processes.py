@@ -266,6 +266,23 @@ def test_r69_a_timeout_per_proxy_and_per_call(remote: Callable[[str], gw.Remote]
     assert (remote("nap")(X, 0.5) == X).all(), "only that proxy has the timeout"
 
 
+@pytest.mark.parametrize("lane", ["page", "zmq"])
+def test_r69_no_timer_of_the_program_keeps_a_deadline_or_a_death_from_it(lane: str) -> None:
+    """Some profilers have one that rings every 10 ms. Each signal began a wait anew, which then had no end."""
+    code = """
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+try: nap.options(timeout=0.3)(x, 600.0)
+except gw.DeadlineError: print("late")
+threading.Timer(0.3, os.kill, (worker.pid, signal.SIGKILL)).start()
+try: nap(x, 600.0)
+except gw.WorkerDiedError: print("dead")
+"""
+    with running(code, GRADWIRE_LANE=lane) as one:
+        output, errors = one.communicate(timeout=60)
+    assert output == "late\ndead\n", output + errors
+
+
 def test_r69_a_signal_that_was_lost_is_sent_again(remote: Callable[[str], gw.Remote]) -> None:
     with pytest.raises(gw.DeadlineError):
         remote("nap_after_deafness").options(timeout=0.3)(X)

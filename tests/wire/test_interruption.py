@@ -7,15 +7,17 @@ within the call that is guarded against errors of the system; here that call is 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from gradwire.lines import Lines
-from gradwire_wire import machine, process
+from gradwire_wire import machine, process, sockets
 from gradwire_wire.interruption import postponed
 from gradwire_wire.lane import lane_pair
 from gradwire_wire.messages import Segment
@@ -112,3 +114,28 @@ def test_it_comes_out_as_it_is(where: str, monkeypatch: Patch) -> None:
 def test_a_lease_that_was_interrupted_while_it_was_made_goes_without_a_word() -> None:
     Lease.__new__(Lease)
     assert not postponed, "an error of the next call"
+
+
+@pytest.mark.parametrize("way", ["lane", "page", "ZeroMQ"])
+def test_r69_signals_that_are_handled_do_not_prolong_a_wait(way: str) -> None:
+    """A timer of the program's, or a profiler, sends one every few milliseconds; the wait is longer than that."""
+    address = f"ipc://@gradwire-test-{way}-{os.getpid()}"
+    router = sockets.bind_router(address)
+    line: Any = sockets.Dealer(address, b"me", 50)
+    line.send_nowait([b"\x91"])
+    end, rest = partial(sockets.send_nowait, router, sockets.receive(router)), []
+    if way != "ZeroMQ":
+        line.close()
+        line, *rest = lane_pair(50) if way == "lane" else page_lane_pair(50)
+        end = partial(rest[0].send, b"\x91")
+    ticks = iter([lambda: None] * 400 + [end] * 1000)
+    before = signal.signal(signal.SIGALRM, lambda *_: next(ticks)())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+        with pytest.raises(sockets.Again):
+            line.receive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        for made in (line, router, *rest):
+            made.close()

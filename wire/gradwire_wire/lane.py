@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
-import struct
 from collections import deque
 from itertools import chain
 from typing import Any, Callable, Sequence
@@ -86,10 +86,9 @@ class Lane:
             memoryview(bytearray(MAX_PACKET)),
         )
         self.plans: dict[Any, Any] = {}
-        if receive_timeout_ms:
-            sock.setblocking(True)  # the kernel's own timeout: Python's would poll before each receive
-            seconds, rest = divmod(receive_timeout_ms, 1000)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, rest * 1000))
+        sock.setblocking(True)  # whatever the program's default is: no call here waits by itself
+        self._timeout_ms, self._poller = receive_timeout_ms, select.poll()
+        self._poller.register(sock.fileno(), select.POLLIN)
 
     def fileno(self) -> int:
         """For a poller; -1 once closed."""
@@ -154,7 +153,17 @@ class Lane:
 
     def receive(self) -> list[bytes] | int:
         """The next frame, or the length of a short one. Again after the timeout; Unreachable once the peer is gone."""
-        return self._receive(0)
+        self._wait()
+        return self._receive(NOWAIT)
+
+    def _wait(self) -> None:
+        """Until there is something to receive, or Again after the timeout, however many signals come meanwhile.
+
+        (A receive with a timeout of the kernel's takes 0.7 µs less, and begins it anew after each signal that is handled: with a
+        timer's or a profiler's, every few milliseconds, it would not end.)
+        """
+        if not self._poller.poll(self._timeout_ms):
+            raise Again
 
     def receive_nowait(self) -> list[bytes] | int | None:
         """The next frame, or the length of a short one, or None. Unreachable once the peer is gone."""

@@ -249,7 +249,8 @@ class ClientPage(PageLane):
     def _sleep(self) -> list[bytes] | int:
         while True:
             try:
-                received = self._packet_or_bell(0)
+                self._wait()
+                received = self._packet_or_bell(NOWAIT)
             except Again:
                 if not self._is_open or self._words[ANSWER] == self._seen:
                     self._ring_again()

@@ -340,6 +340,7 @@ class Dealer(_Line):
         """waits: nothing can be sent before it is connected (see `is_connected`); otherwise what is sent waits for that."""
         super().__init__()
         self._socket = connect_dealer(address, identity, receive_timeout_ms, keys, _wait if waits else None)
+        self._timeout_ms = receive_timeout_ms
 
     def is_connected(self, timeout_ms: int) -> bool:
         """Whether it is, of one that ``waits``, after so long at most. libzmq's own thread opens the connection: without a
@@ -359,8 +360,13 @@ class Dealer(_Line):
         send_nowait(self._socket, (self.outgoing[:nbytes],))
 
     def receive(self) -> list[bytes] | int:
-        """The next message's frames, or the length of a short frame. Again after the timeout."""
-        return self.take_short(_receive(self._socket, 0))
+        """The next message's frames, or the length of a short frame. Again after the timeout, whatever signals come meanwhile.
+
+        (The socket's own timeout would begin anew after each; see `gradwire_wire.lane.Lane`.)
+        """
+        if not zmq.zmq_poll([(self._socket, IN)], self._timeout_ms):
+            raise Again
+        return self.take_short(_receive(self._socket, _NOWAIT))
 
     def receive_nowait(self) -> list[bytes] | int | None:
         """The next message's frames, or the length of a short frame, or None."""
@@ -387,7 +393,7 @@ class PipelineDealer(Dealer):
         """See `Dealer`. SocketError or OSError where this process has no descriptors for it."""
         self._alarm, self._bell = map(_unblocked, socketpair())
         super().__init__(address, identity, receive_timeout_ms, waits=waits)
-        self._timeout_ms, self._reader = receive_timeout_ms, 0
+        self._reader = 0
         self._lock = threading.RLock()  # held to ring, and to close: descriptors have new owners soon
 
     def begin(self) -> None:
