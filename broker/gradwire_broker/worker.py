@@ -130,7 +130,7 @@ class Worker:
                 place.lent,
                 "gradwire_workers.__main__",
                 self._config(),
-                f"gradwire worker {place.name} ({order.framework})",
+                f"worker {place.name} ({order.framework})",
                 cwd=order.cwd,
                 env=self._environment(base, python),
                 stdout=writer,

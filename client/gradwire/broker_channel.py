@@ -48,7 +48,7 @@ class BrokerChannel:
         self._closed = False
         self._screen = Screen()
         self._outputs: queue.SimpleQueue[control.Output] | None = None
-        self.news = BrokerNews(broker.revival)
+        self.news = BrokerNews(broker.ending, broker.revival)
         self.thread = LinkThread(self._leave)
         self._dealer = sockets.connect_dealer(
             broker.address, os.urandom(16), keys=broker.keys, before=self._watch_broker
@@ -161,12 +161,16 @@ class BrokerChannel:
         self._hear_all()
         self.thread.unlisten(self._end)
         self._broker.wait_ended(0.0)
+        if (
+            self._broker.keys is not None
+        ):  # it runs on another machine, and has not ended for all that is known
+            self.news.note_broker_lost(self._broker.last_words())
+            return
         orphaned = self.news.note_broker_ended(self._broker.last_words())
-        if self._broker.keys is None:  # it ran on this machine
-            import shutil  # which the broker's start has loaded: there is nothing to read at the interpreter's exit
+        import shutil  # which the broker's start has loaded: there is nothing to read at the interpreter's exit
 
-            shutil.rmtree(self._broker.folder, ignore_errors=True)
-            end_orphans(orphaned)
+        shutil.rmtree(self._broker.folder, ignore_errors=True)
+        end_orphans(orphaned)
 
     def _leave(self) -> None:
         """The thread's last act: nobody waits for it any more, and the broker takes the closed lifeline for the end."""

@@ -110,6 +110,10 @@ class BrokerLink:
         """Whether the broker is there, as far as is known."""
         return self._news.broker_alive
 
+    def broker_gone(self, consequence: str) -> str:
+        """The sentence for an error that comes of the broker's end."""
+        return self._news.broker_gone(consequence)
+
     def wait_broker_ended(self, timeout_s: float) -> bool:
         """Whether the broker is gone, waiting at most so long for it."""
         return self._news.wait_broker_ended(timeout_s)

@@ -33,10 +33,10 @@ class Request:
 
 
 class BrokerNews:
-    """``revival``: what to do when the broker is gone, for messages. Methods may be called from any thread."""
+    """``ending``, ``revival``: what it is that ended when the broker is gone, and what to do then, for messages. Methods may be called from any thread."""
 
-    def __init__(self, revival: str) -> None:
-        self._revival = revival
+    def __init__(self, ending: str, revival: str) -> None:
+        self._ending, self._revival = ending, revival
         self._changed = threading.Condition()
         self._attached = False
         self._refusal: control.Refused | None = None
@@ -92,7 +92,7 @@ class BrokerNews:
     def broker_gone(self, consequence: str) -> str:
         """The sentence for an error that comes of it."""
         words = f". Its last words:\n{self._last_words}" if self._last_words else ""
-        return f"the broker ended, so {consequence}; {self._revival}{words}"
+        return f"{self._ending}, so {consequence}; {self._revival}{words}"
 
     # ---- Telling ----
 
@@ -164,13 +164,18 @@ class BrokerNews:
         words = f"(the broker ended, and its workers with it; {self._revival})"
         with self._changed:
             orphaned = list(self._living)
-            self._last_words, self.broker_alive = last_words, False
             for incarnation in orphaned:
                 self._record(incarnation, Death(None, "SIGKILL", words, ""))
             self._living.clear()
+        self.note_broker_lost(last_words)
+        return orphaned
+
+    def note_broker_lost(self, last_words: str) -> None:
+        """There is no news of it any more, nor of its workers, which may live."""
+        with self._changed:
+            self._last_words, self.broker_alive = last_words, False
             self._changed.notify_all()
         self._tell()
-        return orphaned
 
     def note_link_ended(self) -> None:
         """There will be no more news: nobody is to wait for any."""

@@ -20,6 +20,7 @@ __all__ = [
     "error_of",
     "has_lied",
     "no_thread",
+    "out_of_reach",
     "vanished",
     "was_closed",
     "was_lost",
@@ -62,15 +63,22 @@ def has_lied(name: str, what: str) -> ProtocolError:
     )
 
 
-def vanished(facts: WorkerFacts, advice: str | None, was_running: bool) -> WorkerDiedError:
-    """It is gone, and nobody knows how. advice: what to do about it where its broker is there, which then knows of no end."""
-    how = "is gone and its broker gave no reason; was the broker ended? Connect again"
-    if advice is not None:
-        how = (
-            "cannot be reached any more, and its broker tells of no end of its process: did its code close descriptors, or is "
-            f"the broker stopped? {advice}"
-        )
-    return WorkerDiedError(f"worker {facts.name!r} (pid {facts.pid}) {how}", was_running=was_running)
+def vanished(facts: WorkerFacts, advice: str, was_running: bool) -> WorkerDiedError:
+    """It is gone, and its broker, which is there, knows of no end of it. advice: what to do about it."""
+    return WorkerDiedError(
+        f"worker {facts.name!r} (pid {facts.pid}) cannot be reached any more, and its broker tells of no end of its process: did its "
+        f"code close descriptors, or is the broker stopped? {advice}",
+        was_running=was_running,
+    )
+
+
+def out_of_reach(facts: WorkerFacts, gone: str, was_running: bool) -> WorkerDiedError:
+    """There is no more news of it, and it may live. gone: why there is none, and what to do."""
+    doing = ", and may go on with this call" if was_running else ""
+    return WorkerDiedError(
+        f"worker {facts.name!r} (pid {facts.pid}) cannot be reached any more{doing}: {gone}",
+        was_running=was_running,
+    )
 
 
 def died(facts: WorkerFacts, death: Death, advice: str, was_running: bool) -> WorkerDiedError:

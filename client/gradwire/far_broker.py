@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.keys import client_keys
-from gradwire_wire.sockets import FarEnd
+from gradwire_wire.sockets import FarEnd, is_address
 
 __all__ = ["FarBroker"]
 
@@ -17,6 +16,7 @@ class FarBroker:
     """The same as `gradwire.private_broker.PrivateBroker`, for one at an address."""
 
     ends_with_us = False
+    ending = "the connection to the broker ended"
     token = b""  # the key has been looked at before any message arrives
 
     def __init__(self, address: str, keys: str | None) -> None:
@@ -27,12 +27,8 @@ class FarBroker:
                 "GRADWIRE_KEYS, or write address and keys into a .toml file and connect by that; "
                 "`gradwire keys create DIR` makes them where the broker runs"
             )
-        try:
-            self._host, port = urlsplit(address).hostname, urlsplit(address).port
-        except ValueError:
-            port = None
-        if not self._host or not port:
-            raise UsageError(f"{address}: an address is tcp://HOST:PORT")
+        if not is_address(address):
+            raise UsageError(f"{address}: an address is tcp://HOST:PORT, IPv6's HOST in brackets")
         self.address, self.keys = address, client_keys(Path(keys))
         self.revival = f"see whether `gradwire up` still runs there ({address}), then connect anew"
         self.when_silent = (

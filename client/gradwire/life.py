@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from gradwire import exits
 from gradwire.broker_link import BrokerLink
-from gradwire.endings import died, has_lied, vanished, was_closed, was_restarted
+from gradwire.endings import died, has_lied, out_of_reach, vanished, was_closed, was_restarted
 from gradwire.worker_records import WorkerFacts
 from gradwire_wire.chain import check_not_in_chain, serving
 from gradwire_wire.errors import (
@@ -126,8 +126,11 @@ class Life:
             raise has_lied(self.facts.name, self.broken) from None
         death = self._link.death_of(self.facts.incarnation, REPORT_S)
         lives = self._link.broker_alive
+        if death is None and lives:
+            raise vanished(self.facts, self.advise(None), was_running) from None
         if death is None:
-            raise vanished(self.facts, self.advise(None) if lives else None, was_running) from None
+            gone = self._link.broker_gone("nobody tells what becomes of it")
+            raise out_of_reach(self.facts, gone, was_running) from None
         advice = self.advise(death.exit_code) if lives else "its broker has ended as well: connect anew"
         raise died(self.facts, death, advice, was_running) from None
 

@@ -13,10 +13,12 @@ LAST_CHARACTERS = 4000  # of what a broker wrote to its stderr
 
 
 class LocalBroker:
-    """``pidfd``: readable when the broker has ended; ours to close. ``when_silent``: what to do where it does not answer."""
+    """``pidfd``: readable when the broker has ended; ours to close. ``when_silent``: what to do where it does not answer.
+    ``ending``: what has ended when there is no more news of it."""
 
     keys: ClientKeys | None = None
     when_silent = ""
+    ending = "the broker ended"
     pidfd = -1
 
     def watch(self, dealer: Any) -> Any:

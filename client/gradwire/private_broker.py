@@ -23,7 +23,7 @@ from gradwire.local_broker import LAST_CHARACTERS, LocalBroker
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
 from gradwire_wire.process import RAISE_LIMIT, lacks_descriptors, open_pidfd
-from gradwire_wire.spawn import Lent, shown, spawn
+from gradwire_wire.spawn import BEGINNING, Lent, shown, spawn
 
 __all__ = ["PrivateBroker", "Sharing", "lent_packages"]
 
@@ -74,8 +74,7 @@ class PrivateBroker(LocalBroker):
         self.address, self.folder = ready.address, Path(ready.folder)
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Lifeline]:
-        if not sys.executable:
-            raise ConnectError("this program does not know its interpreter (sys.executable is empty)")
+        _check_interpreter()
         packages = lent_packages()
         workers = {name: packages[name] for name in ("gradwire_workers", "gradwire_wire")}
         lent = Lent(
@@ -91,7 +90,7 @@ class PrivateBroker(LocalBroker):
                 lent,
                 "gradwire_broker.__main__",
                 config,
-                "gradwire broker",
+                "broker",
                 cwd="/",
                 stdout=output,
                 stderr=output,
@@ -180,6 +179,19 @@ class PrivateBroker(LocalBroker):
     def _close_errors(self) -> None:
         if self._errors is not None:
             self._errors.close()
+
+
+def _check_interpreter() -> None:
+    """ConnectError where `sys.executable` is no interpreter but this program itself, which would start itself for ever."""
+    if not sys.executable:
+        raise ConnectError("this program does not know its interpreter (sys.executable is empty)")
+    is_in_place_of_one = any(str(argument).startswith(BEGINNING) for argument in sys.argv[1:])
+    if is_in_place_of_one or getattr(sys, "frozen", False):
+        how = "was started in place of" if is_in_place_of_one else "is frozen, and so is not"
+        raise ConnectError(
+            f"{sys.executable} {how} a Python interpreter, which a broker and its workers need. From an ordinary environment "
+            "start a shared one, `gradwire up FILE`, and have this program connect to that by its name or address"
+        )
 
 
 def lent_packages() -> dict[str, str]:

@@ -278,6 +278,92 @@ def test_nobody_there_is_told_at_once(alice: Path) -> None:
 # ---- Never in the clear --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://::1:5555", "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999", "tcp://127.0.0.1", "tcp://a/b:5555"],
+)
+def test_what_is_no_address_is_refused_at_both_ends(address: str, folder: Path, alice: Path) -> None:
+    with pytest.raises(gw.UsageError, match="an address is tcp://HOST:PORT"):
+        gw.connect(address)
+    done = gradwire("up", str(folder / "far.toml"), "--listen", address, "--keys", str(folder / "keys"))
+    assert done.returncode == 2 and "tcp://HOST:PORT" in done.stderr
+
+
+def test_nobody_connects_to_every_machine(alice: Path) -> None:
+    with pytest.raises(gw.UsageError, match="an address is tcp://HOST:PORT"):
+        gw.connect("tcp://*:5555")
+
+
+def test_ipv6_is_an_address_too(folder: Path, alice: Path) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip("this system has no IPv6")
+    (folder / "six.toml").write_text(FILE.format(name="tests-six"))
+    address = f"tcp://[::1]:{port}"
+    done = gradwire("up", str(folder / "six.toml"), "--listen", address, "--keys", str(folder / "keys"))
+    assert done.returncode == 0, done.stderr
+    try:
+        with gw.connect(address) as bridge:
+            assert bridge["w"].function("far_ops:double")(2.0) == 4.0
+    finally:
+        assert gradwire("stop", "--all", "--broker", "tests-six").returncode == 0
+
+
+@contextlib.contextmanager
+def passing_on(address: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Another address of the broker's, and what breaks all connections to it by that."""
+    host, port = address.removeprefix("tcp://").split(":")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends: list[socket.socket] = []
+
+        def copy(source: socket.socket, sink: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while piece := source.recv(1 << 16):
+                    sink.sendall(piece)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    pair = server.accept()[0], socket.create_connection((host, int(port)))
+                    ends.extend(pair)
+                    for way in (pair, pair[::-1]):
+                        threads.submit(copy, *way)
+
+        def cut() -> None:
+            for end in (server, *ends):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+        with ThreadPoolExecutor(16) as threads:
+            threads.submit(accept)
+            yield f"tcp://127.0.0.1:{server.getsockname()[1]}", cut
+            cut()
+        for end in ends:
+            end.close()
+
+
+def test_a_connection_that_breaks_is_no_death_of_the_worker(far: str, alice: Path, tmp_path: Path) -> None:
+    with passing_on(far) as (address, cut), gw.connect(address) as bridge, ThreadPoolExecutor(1) as threads:
+        stay = bridge["w"].function("far_ops:stay")
+        call = threads.submit(stay, str(tmp_path / "begun"), str(tmp_path / "end"))
+        until((tmp_path / "begun").exists)
+        cut()
+        with pytest.raises(
+            gw.WorkerDiedError, match=r"may go on with this call: the connection to the broker ended"
+        ) as caught:
+            call.result(60)
+        assert caught.value.signal is None and not caught.value.retry_safe and caught.value.was_running
+        with pytest.raises(gw.WorkerDiedError, match=r"connect anew") as caught:
+            stay("", "")
+        assert not caught.value.was_running and "this call" not in str(caught.value)
+        (tmp_path / "end").touch()
+    with gw.connect(far) as bridge:
+        assert bridge["w"].function("far_ops:double")(2.0) == 4.0
+
+
 def test_tcp_without_keys_is_refused_before_a_byte_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADWIRE_KEYS", raising=False)
     with socket.socket() as listener:

@@ -154,6 +154,26 @@ def test_user_code_writes_files_as_its_program_would(tmp_path: Path) -> None:
     assert len(sockets) >= 3 and not any(mode & 0o077 for mode in sockets)
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_frozen_program_does_not_start_itself_for_ever(is_marked: bool, tmp_path: Path) -> None:
+    """Its `sys.executable` is itself (PyInstaller's have ``sys.frozen``), and runs its main program whatever it is given."""
+    program, starts = tmp_path / "program", tmp_path / "starts"
+    program.write_text(f"""#!{sys.executable}
+import os, sys
+with open({str(starts)!r}, "a") as file: file.write("x")
+assert os.path.getsize({str(starts)!r}) < 5, "it goes on and on"
+sys.executable = {str(program)!r}
+sys.frozen = {is_marked}
+import gradwire
+try: gradwire.connect()
+except gradwire.ConnectError as error: sys.exit(str(error))
+""")
+    program.chmod(0o700)
+    ended = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1 and "`gradwire up FILE`" in ended.stderr
+    assert starts.read_text() == ("x" if is_marked else "xx")
+
+
 # ---- Folders -------------------------------------------------------------------------------------------------------
 
 

@@ -307,7 +307,7 @@ def test_the_shown_command_line_is_short(lent: spawn.Lent, tmp_path: Any) -> Non
     )
     process.wait(60)
     line.close()
-    assert spawn.shown(process) == f"{sys.executable} -c '# the title …' {process.args[-1]}"
+    assert spawn.shown(process) == f"{sys.executable} -c '# gradwire the title …' {process.args[-1]}"
 
 
 # ---- Never a fork --------------------------------------------------------------------------------------------------

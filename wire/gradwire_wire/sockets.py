@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from socket import socketpair
 from typing import Any, Callable, NamedTuple, Optional, Sequence
@@ -50,6 +51,7 @@ __all__ = [
     "bind_router",
     "connect_dealer",
     "context",
+    "is_address",
     "new_keys",
     "receive",
     "receive_nowait",
@@ -106,14 +108,19 @@ def context() -> Any:
     return made
 
 
+def is_address(address: str) -> bool:
+    """Whether it can be one at tcp: a host's name or number, IPv6's in brackets, and a port."""
+    found = re.fullmatch(r"tcp://(?:[\w.-]+|\[[\w:.%]+\]):(\d{1,5})", address, re.ASCII)
+    return found is not None and 0 < int(found[1]) < 1 << 16
+
+
 def bind_router(address: str, key: Optional[ServerKey] = None) -> Any:
     """A bound ROUTER that refuses unroutable messages and bounds the queue of each client.
 
     UsageError for an address at tcp without a key; SocketError where it is taken.
     """
     _check_not_in_the_clear(address, key)
-    socket = context().socket(zmq.ROUTER)
-    socket.linger = 0
+    socket = _made(zmq.ROUTER, address)
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
@@ -149,8 +156,7 @@ def connect_dealer(
     before: is given the socket before it begins to. UsageError for an address at tcp without keys.
     """
     _check_not_in_the_clear(address, keys)
-    socket = context().socket(zmq.DEALER)
-    socket.linger = 0
+    socket = _made(zmq.DEALER, address)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
@@ -164,6 +170,14 @@ def connect_dealer(
     if before is not None:
         before(socket)
     socket.connect(address)
+    return socket
+
+
+def _made(kind: int, address: str) -> Any:
+    """A socket for an address of that kind. (With IPv6 also for others, names would be looked up otherwise.)"""
+    socket = context().socket(kind)
+    socket.linger = 0
+    socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
     return socket
 
 

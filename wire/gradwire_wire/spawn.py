@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 
 from gradwire_wire.lifeline import Lifeline
 
-__all__ = ["BOOT", "Lent", "shown", "spawn"]
+__all__ = ["BEGINNING", "BOOT", "Lent", "shown", "spawn"]
+
+BEGINNING = "# gradwire "
+"""Of what a child is given to run. An interpreter takes it away: who finds it in ``sys.argv`` is a program that was taken for one."""
 
 # Python 2.7 must be able to parse this, to be told in its own words that it is too old.
 BOOT = """\
@@ -53,7 +56,7 @@ def spawn(
 ) -> tuple[subprocess.Popen[bytes], Lifeline]:
     """Start ``module.main(lifeline's descriptor)`` in the interpreter; returns at once, with our end.
 
-    ``title``: one line for people who look at ``ps``. Raises OSError or ValueError where the system cannot run
+    ``title``: one line for people who look at ``ps``, after `BEGINNING`. Raises OSError or ValueError where the system cannot run
     the interpreter. The caller owns and reaps the process.
     """
     if not title.isprintable():
@@ -63,7 +66,7 @@ def spawn(
         ours.send_raw(json.dumps(lent[:] + (module,)).encode())
         ours.send_nowait(config)
         process = subprocess.Popen(
-            [*python, "-c", f"# {title}\n{BOOT}", str(theirs.fileno())],
+            [*python, "-c", f"{BEGINNING}{title}\n{BOOT}", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,

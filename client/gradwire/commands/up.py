@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from gradwire.worker_records import WorkerFacts
 from gradwire_wire.errors import ConnectError, UsageError
 from gradwire_wire.keys import server_key
 from gradwire_wire.rendezvous import find_cards, named_alike
+from gradwire_wire.sockets import is_address
 
 __all__ = ["add_parser", "run"]
 
@@ -85,8 +85,8 @@ def _check_written(arguments: argparse.Namespace) -> None:
         raise Miswritten(
             "--listen and --keys go together: tcp is never in the clear. Make keys with: gradwire keys create DIR"
         )
-    if arguments.listen and not re.fullmatch(r"tcp://[^:/]+:\d+|tcp://\[[^\]/]+\]:\d+", arguments.listen):
-        raise Miswritten(f"--listen {arguments.listen}: write it as tcp://HOST:PORT")
+    if arguments.listen and not is_address(arguments.listen.replace("*", "0.0.0.0")):
+        raise Miswritten(f"--listen {arguments.listen}: write it as tcp://HOST:PORT, IPv6's HOST in brackets")
 
 
 def _check(configuration: Configuration, arguments: argparse.Namespace) -> None:
