@@ -533,6 +533,34 @@ def test_r20_python_scalars_as_primals(remote: Any, transform: Function) -> None
     equal(transform(remote(lambda x: x**3 + x))(0.5), transform(lambda x: x**3 + x)(0.5))
 
 
+@pytest.mark.parametrize(
+    "transposed",
+    [
+        lambda f: f,
+        jax.vmap,
+        lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones(3),))[1],
+        lambda f: jax.grad(lambda x: f(x).sum()),
+    ],
+    ids=["the call", "its batch", "its tangent", "its gradient"],
+)
+def test_what_is_not_known_to_be_linear_is_not_transposed(remote: Any, transposed: Function) -> None:
+    f = transposed(remote(lambda x: x**2 if x.ndim else 3 * x))
+    with pytest.raises(UsageError, match=r"cannot be transposed .* jax.linearize\(f, x\)\[1\]"):
+        jax.linear_transpose(f, jnp.ones(3))(jnp.ones(3))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_the_derivative_of_a_linear_target_is_transposed(remote: Any, wrap: Function) -> None:
+    """As its error says: so solves with a remote operator have gradients."""
+    matrix = np.array([[4.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.0, 5.0]])
+    f = remote(lambda x: torch.tensor(matrix) @ x)
+
+    def solved(b: jax.Array) -> jax.Array:
+        return jax.scipy.sparse.linalg.gmres(jax.linearize(f, b)[1], b, tol=1e-12)[0].sum()
+
+    equal(wrap(jax.grad(solved))(jnp.ones(3)), jnp.linalg.solve(matrix.T, jnp.ones(3)))
+
+
 def symbolic(*shapes: str) -> list[Any]:
     """Abstract arrays of shapes such as "n, 3", with the same symbols."""
     export = pytest.importorskip("jax.export", reason="in JAX 0.4 it needs absl, which nothing else does")

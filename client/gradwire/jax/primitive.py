@@ -207,9 +207,15 @@ def _transpose(cotangents: Sequence[Any], *values: Any, derived: Derived) -> lis
     """J into T and T into J; batch axes that a linear operand does not have are summed over."""
     token, operands = _split(derived, values)
     word = derived.word
+    fixed = len(operands) - linear_count(word)
+    if any(map(ad.is_undefined_primal, operands[:fixed])):
+        raise UsageError(
+            f"{describe(derived)} cannot be transposed (for jax.linear_transpose, or for the gradient of a linear solve such as gmres): "
+            "whether the target is linear is not known. If it is, pass its derivative, which is the same function and is known to be "
+            "linear: jax.linearize(f, x)[1] in the place of f"
+        )
     at = max(i for i, op in enumerate(word) if op[0] != "V")
     op, batches = word[at], word[at + 1 :]
-    fixed = len(operands) - linear_count(word)
     wanted = [j for j, x in enumerate(operands[fixed:]) if ad.is_undefined_primal(x)]
     if op[0] == "J":
         turned: tuple[Any, ...] = ("T", tuple(op[1][j] for j in wanted), len(cotangents))
