@@ -277,3 +277,41 @@ def test_dual_numbers_into_a_compiled_function_are_refused(
     compiled(x, w)
     with forward_ad.dual_level(), pytest.raises(UsageError, match="forward_ad cannot pass"):
         compiled(forward_ad.make_dual(x, x), w)
+
+
+def scaled(x: torch.Tensor, number: float) -> torch.Tensor:
+    return x**2 * number
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo
+@pytest.mark.parametrize("numbers", [(2, 3, 4, 5, 6), (0.5, 1.5, 2.5, 3.5, 4.5)], ids=["int", "float"])
+def test_a_number_that_varies_ends_the_graph(
+    numbers: tuple[float, ...], remote: Callable[..., Remote]
+) -> None:
+    """Dynamo makes it an input of the graphs before and behind, which then serve all numbers."""
+    r, counter = remote(scaled), CompileCounter()
+    compiled = torch.compile(lambda x, number: r(x.sin(), number).cos(), backend=counter)
+    x, graphs = double(3).requires_grad_(), []
+    for number in numbers:
+        expected = scaled(x.sin(), number).cos()
+        got = compiled(x, number)
+        equal(got, expected)
+        equal(torch.autograd.grad(got.sum(), x), torch.autograd.grad(expected.sum(), x))
+        graphs.append(counter.frame_count)
+    assert graphs[-1] == graphs[-2]
+
+
+def test_so_does_the_size_of_an_argument(remote: Callable[..., Remote]) -> None:
+    r = remote(scaled)
+    compiled = torch.compile(lambda x: r(x, x.shape[0]), backend="aot_eager", dynamic=True)
+    for n in (3, 4, 5):
+        equal(compiled(double(n)), scaled(double(n), n))
+
+
+def test_where_the_graph_may_not_end_the_error_says_what_to_do(remote: Callable[..., Remote]) -> None:
+    compiled = whole(remote(scaled))
+    equal(compiled(double(3), 2), scaled(double(3), 2))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="ends_the_graph__pass_a_tensor"):
+        compiled(double(3), 3)
+    for n in (3.0, 4.0):
+        equal(compiled(double(3), torch.tensor(n)), scaled(double(3), n))

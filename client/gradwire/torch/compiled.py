@@ -37,7 +37,10 @@ def traced(remote: Any, args: Any, kwargs: Any) -> Any:
     for (handle, site); another value of ``remote.training`` compiles anew.
     """
     tensors: list[Any] = []
-    template = _template([list(args), kwargs], tensors)
+    constants: list[Any] = []
+    template = _template([list(args), kwargs], tensors, constants)
+    if any([_varies(x) for x in constants]):
+        return a_number_that_varies_ends_the_graph__pass_a_tensor(remote, args, kwargs)
     with_gradient = torch.is_grad_enabled()
     call, in_order, has_anchor = _described(remote, remote.training, template, with_gradient)
     if has_anchor:
@@ -49,16 +52,32 @@ def traced(remote: Any, args: Any, kwargs: Any) -> Any:
     return _rebuilt(call, results) if wanted is None else _filled(wanted, results)
 
 
-def _template(x: Any, tensors: list[Any]) -> tuple[Any, ...]:
-    """The tree without its tensors, which are appended to ``tensors``."""
+def _template(x: Any, tensors: list[Any], constants: list[Any]) -> tuple[Any, ...]:
+    """The tree without its tensors, which are appended to ``tensors``; all else that is no container, to ``constants``."""
     if isinstance(x, torch.Tensor):
         tensors.append(x)
         return (LEAF, len(tensors) - 1)
     if type(x) is tuple or type(x) is list:
-        return (TUPLE if type(x) is tuple else LIST, tuple([_template(v, tensors) for v in x]))
+        items = tuple([_template(v, tensors, constants) for v in x])
+        return (TUPLE if type(x) is tuple else LIST, items)
     if type(x) is dict:
-        return (DICT, tuple([(k, _template(v, tensors)) for k, v in x.items()]))
+        return (DICT, tuple([(k, _template(v, tensors, constants)) for k, v in x.items()]))
+    constants.append(x)
     return (CONSTANT, x)
+
+
+def _varies(x: Any) -> bool:
+    """Whether the compiled function has a number as an input or a size of one, and no constant."""
+    if type(x) is not int and type(x) is not float and type(x) is not bool:
+        return False
+    told = getattr(torch.fx.experimental.symbolic_shapes, "has_static_value", None)
+    return told is not None and not told(x)
+
+
+@torch._disable_dynamo
+def a_number_that_varies_ends_the_graph__pass_a_tensor(remote: Any, args: Any, kwargs: Any) -> Any:
+    """The call between two graphs. (Where that is refused, by ``fullgraph=True``, torch's error has this name.)"""
+    return remote(*args, **kwargs)
 
 
 def _filled(template: Any, leaves: Any) -> Any:
