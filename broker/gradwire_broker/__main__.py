@@ -12,7 +12,7 @@ import traceback
 from gradwire_broker.broker import Broker
 from gradwire_broker.runtime import NoRuntimeFolder, RuntimeFolder
 from gradwire_wire import process
-from gradwire_wire.errors import UsageError
+from gradwire_wire.errors import MemoryExhaustedError, UsageError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
 from gradwire_wire.rendezvous import WORDS, Card, NamedAlike, check_alone, write_card
 from gradwire_wire.sockets import SocketError
@@ -50,7 +50,7 @@ def _serve(config: BrokerConfig, lifeline: Lifeline, folder: RuntimeFolder, umas
         lifeline.send_nowait(BrokerReady(address, str(folder.path)))
     except LifelineEnded:
         return 0
-    except (UsageError, SocketError) as error:
+    except (UsageError, SocketError, MemoryExhaustedError) as error:
         why = f"it cannot listen at {config.listen or address}: {error}"
         return _could_not(
             lifeline, f"{why}; {process.RAISE_LIMIT}" if process.lacks_descriptors(error) else why

@@ -43,7 +43,14 @@ from gradwire_wire.lifeline import (
     WorkerConfig,
     WorkerReady,
 )
-from gradwire_wire.process import DUMP_STACK, INTERRUPT, RAISE_LIMIT, lacks_descriptors, open_pidfd
+from gradwire_wire.process import (
+    DUMP_STACK,
+    INTERRUPT,
+    RAISE_LIMIT,
+    RAISE_PROCESSES,
+    lacks_descriptors,
+    open_pidfd,
+)
 from gradwire_wire.spawn import Lent, shown, spawn
 
 __all__ = ["CannotLaunch", "Place", "Worker"]
@@ -374,9 +381,19 @@ class Worker:
         )
 
 
+_ADVICE = {
+    errno.EAGAIN: RAISE_PROCESSES,
+    errno.E2BIG: "its environment is too large: some 2 MB in all, or 128 KiB in one variable",
+    errno.EMSGSIZE: "what it is told at its start is too long: path= and what it is to load may have 200 kB together",
+}
+
+
 def _not_executed_because(python: str, error: Exception) -> str:
-    why = str(getattr(error, "strerror", None) or error)
-    code = getattr(error, "errno", None)
+    cause = error.__cause__ if isinstance(error, LifelineEnded) else error
+    why = str(getattr(cause, "strerror", None) or error)
+    code = getattr(cause, "errno", None)
+    if code in _ADVICE:
+        return f"{why}; {_ADVICE[code]}"
     if code == errno.ENOENT and os.path.exists(python):
         return f"{why}, which its first line (#!) names. Does that line end with \\r, as files from Windows have it?"
     if code == errno.ENOEXEC:

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from gradwire.endings import no_thread
+from gradwire_wire.process import no_thread
 
 __all__ = ["Anteroom"]
 

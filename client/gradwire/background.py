@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradwire.anteroom import Anteroom
-from gradwire.endings import no_thread
 from gradwire.loading import complete, needed
 from gradwire_wire.errors import ForkedError, MemoryExhaustedError
+from gradwire_wire.process import no_thread
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

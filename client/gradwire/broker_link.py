@@ -22,6 +22,7 @@ from gradwire_wire import control
 from gradwire_wire.errors import (
     ConnectError,
     DeadlineError,
+    MemoryExhaustedError,
     ProtocolError,
     UsageError,
     WorkerDiedError,
@@ -78,10 +79,12 @@ class BrokerLink:
     def _attached_to(cls, broker: Broker, deadline: float) -> BrokerLink:
         try:
             link = cls(broker)
-        except BaseException:  # no thread, no descriptor
+        except BaseException as error:  # no thread, no descriptor
             if broker.ends_with_us:
                 broker.kill()
             broker.close()
+            if isinstance(error, MemoryExhaustedError):
+                raise ConnectError(f"a bridge needs threads of its own. {error}") from error
             raise
         try:
             if not link._news.wait_attached(deadline - time.monotonic()):

@@ -6,7 +6,6 @@ from gradwire.worker_records import Death, WorkerFacts
 from gradwire_wire.errors import (
     ClosedError,
     GradwireError,
-    MemoryExhaustedError,
     ProtocolError,
     ResidualLostError,
     WorkerDiedError,
@@ -19,7 +18,6 @@ __all__ = [
     "died",
     "error_of",
     "has_lied",
-    "no_thread",
     "out_of_reach",
     "vanished",
     "was_closed",
@@ -96,14 +94,6 @@ def died(facts: WorkerFacts, death: Death, advice: str, was_running: bool) -> Wo
         signal=death.signal,
         output=death.output,
         was_running=was_running,
-    )
-
-
-def no_thread(problem: Exception | None) -> MemoryExhaustedError:
-    """What is raised where this process cannot start a thread that it needs."""
-    return MemoryExhaustedError(
-        f"this process cannot start another thread: {problem}. End some, or raise the limit on threads and processes "
-        "(ulimit -u, pids.max of the container); a program that is ending starts none"
     )
 
 

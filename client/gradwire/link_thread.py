@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from gradwire.endings import no_thread
 from gradwire_wire import sockets
-from gradwire_wire.errors import ConnectError
 from gradwire_wire.interruption import came_from_handler
+from gradwire_wire.process import no_thread
 
 __all__ = ["LinkThread", "print_error"]
 
@@ -47,11 +46,11 @@ class LinkThread:
         self._thread = threading.Thread(target=self._run, name="gradwire-link", daemon=True)
 
     def start(self) -> None:
-        """Once; what it listens to from the beginning is registered before. ConnectError where no thread can be had."""
+        """Once; what it listens to from the beginning is registered before. MemoryExhaustedError where no thread can be had."""
         try:
             self._thread.start()
         except (RuntimeError, MemoryError) as error:
-            raise ConnectError(f"a bridge needs a thread of its own. {no_thread(error)}") from error
+            raise no_thread(error) from error
 
     @property
     def is_alive(self) -> bool:

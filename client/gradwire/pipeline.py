@@ -36,7 +36,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from gradwire.background import Background, behind, giving, is_ours, raising
-from gradwire.endings import no_thread, without_frames
+from gradwire.endings import without_frames
 from gradwire.futures import OVER, RUNNING, CallFuture, belongs_to, finish
 from gradwire.packets import Packets
 from gradwire.pauses import PAUSE_S, Pauses
@@ -46,6 +46,7 @@ from gradwire_wire import sockets
 from gradwire_wire.errors import DeadlineError, GradwireError, ProtocolError, UsageError, WorkerDiedError
 from gradwire_wire.exchange import Ended
 from gradwire_wire.lane import Lane
+from gradwire_wire.process import no_thread
 from gradwire_wire.sockets import PipelineDealer
 
 if TYPE_CHECKING:

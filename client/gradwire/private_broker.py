@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 from gradwire.local_broker import LAST_CHARACTERS, LocalBroker
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.lifeline import BrokerConfig, BrokerReady, CouldNot, Lifeline, LifelineEnded
-from gradwire_wire.process import RAISE_LIMIT, lacks_descriptors, open_pidfd
+from gradwire_wire.process import RAISE_LIMIT, RAISE_PROCESSES, lacks_descriptors, open_pidfd
 from gradwire_wire.spawn import BEGINNING, Lent, shown, spawn
 
 __all__ = ["PrivateBroker", "Sharing", "lent_packages"]
@@ -97,6 +97,8 @@ class PrivateBroker(LocalBroker):
             )
         except (OSError, LifelineEnded, RuntimeError) as error:  # RuntimeError: in a subinterpreter
             advice = f"; {RAISE_LIMIT}" if lacks_descriptors(error) else ""
+            if isinstance(error, BlockingIOError):
+                advice = f"; {RAISE_PROCESSES}"
             raise ConnectError(f"the broker cannot be started with {python[0]}: {error}{advice}") from error
 
     def _config(self, lent_to_workers: dict[str, str]) -> BrokerConfig:

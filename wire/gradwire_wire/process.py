@@ -6,18 +6,24 @@ import errno
 import os
 import resource
 import signal
+import threading
+import time
 
+from gradwire_wire.errors import MemoryExhaustedError
 from gradwire_wire.interruption import came_from_handler
 
 __all__ = [
     "DUMP_STACK",
     "INTERRUPT",
     "RAISE_LIMIT",
+    "RAISE_PROCESSES",
     "check_descriptors",
+    "check_threads",
     "die_with_parent",
     "fill_standard_descriptors",
     "is_stopped",
     "lacks_descriptors",
+    "no_thread",
     "open_pidfd",
     "raise_descriptor_limit",
     "reset_signals",
@@ -74,6 +80,10 @@ RAISE_LIMIT = "raise the limit on open files (ulimit -n, and -Hn) of the program
 """What to do about an error that `lacks_descriptors`."""
 
 
+RAISE_PROCESSES = "raise the limit on threads and processes (ulimit -u, pids.max of the container)"
+"""What to do where no more of these can be started (EAGAIN)."""
+
+
 def lacks_descriptors(error: BaseException) -> bool:
     """Whether an OSError, or ZeroMQ's, says that too many files are open."""
     return getattr(error, "errno", None) in LACKING
@@ -92,6 +102,35 @@ def check_descriptors(count: int) -> None:
     finally:
         for fd in opened:
             os.close(fd)
+
+
+def no_thread(problem: object) -> MemoryExhaustedError:
+    """What is raised where this process cannot start a thread that it needs."""
+    return MemoryExhaustedError(
+        f"this process cannot start another thread: {problem}. End some, or {RAISE_PROCESSES}; a program that is ending starts none"
+    )
+
+
+def check_threads(count: int) -> None:
+    """MemoryExhaustedError where this process cannot start so many more threads."""
+    over = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=over.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError) as error:
+        if came_from_handler(error, 1):
+            raise
+        raise no_thread(error) from error
+    finally:
+        over.set()
+        until = time.monotonic() + 1.0
+        for thread in started:
+            thread.join()
+            while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+                time.sleep(0.0005)  # Python is done with it, and the system still counts it
 
 
 def die_with_parent() -> None:

@@ -29,6 +29,7 @@ import zmq.backend
 from gradwire_wire.errors import UsageError
 from gradwire_wire.interruption import came_from_handler
 from gradwire_wire.messages import MAX_FRAME
+from gradwire_wire.process import check_threads
 from gradwire_wire.tether import OwnedSocket
 
 __all__ = [
@@ -72,6 +73,8 @@ Again = zmq.Again
 _send, _recv = zmq.backend.Socket.send, zmq.backend.Socket.recv
 _NOWAIT, _MORE_NOWAIT = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
+THREADS = 2
+"""Of libzmq. Where it cannot start them, with its first socket, it ends the process."""
 BEAT_MS, SILENCE_MS = 2000, 10_000
 ZAP_DOMAIN = b"gradwire"
 
@@ -97,10 +100,11 @@ class Unreachable(Exception):
 
 
 def context() -> Any:
-    """This process's context (made at the first use in the process)."""
+    """This process's context (made at the first use in the process). MemoryExhaustedError where its threads cannot be started."""
     pid = os.getpid()
     made = _contexts.get(pid)
     if made is None:
+        check_threads(THREADS)
         made = zmq.Context()
         made.linger = 0
         made.set(zmq.MAX_SOCKETS, 16384)

@@ -60,6 +60,22 @@ def test_the_broker_has_loaded_no_numpy(link: Any) -> None:
     assert "numpy" not in maps
 
 
+def test_where_no_thread_can_be_started_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq would end the process where it cannot start its own."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sockets.context()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ConnectError, match=r"needs threads of its own.*pids\.max"):
+        BrokerLink.start_private(60.0)
+    monkeypatch.setattr(sockets, "_contexts", {})
+    with pytest.raises(ConnectError, match=r"needs threads of its own.*pids\.max"):
+        BrokerLink.start_private(60.0)
+    assert not sockets._contexts
+
+
 def test_its_folder_is_private_and_its_own(link: Any) -> None:
     folder = link._broker.folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -347,6 +363,11 @@ def test_r65_not_an_interpreter(worker: Callable[..., Any], tmp_path: Path) -> N
     assert "Exec format error: neither a program" in failure(worker, python=str(text))
     text.write_bytes(b"#!/bin/sh\r\nexec true\r\n")
     assert "as files from Windows have it" in failure(worker, python=str(text))
+
+
+def test_r65_what_is_too_long_to_be_handed_over(worker: Callable[..., Any], tmp_path: Path) -> None:
+    assert "its environment is too large" in failure(worker, env={"LONG": "x" * (1 << 18)})
+    assert "path= and what it is to load may have" in failure(worker, path=[str(tmp_path)] * 20_000)
 
 
 def test_a_script_that_stands_for_an_interpreter(worker: Callable[..., Any], tmp_path: Path) -> None:
