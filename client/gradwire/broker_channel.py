@@ -50,12 +50,18 @@ class BrokerChannel:
         self._outputs: queue.SimpleQueue[control.Output] | None = None
         self.news = BrokerNews(broker.ending, broker.revival)
         self.thread = LinkThread(self._leave)
-        self._dealer = sockets.connect_dealer(
-            broker.address, os.urandom(16), keys=broker.keys, before=self._watch_broker
-        )
-        self.thread.listen(self._dealer, self._hear_all)
-        self._send(control.Attach(control.PROTOCOL, broker.token, self._pid))
-        self.thread.start()
+        self._dealer: Any = None
+        try:
+            self._dealer = sockets.connect_dealer(
+                broker.address, os.urandom(16), keys=broker.keys, before=self._watch_broker
+            )
+            self.thread.listen(self._dealer, self._hear_all)
+            self._send(control.Attach(control.PROTOCOL, broker.token, self._pid))
+            self.thread.start()
+        except BaseException:  # no thread, no descriptor
+            self._leave()
+            self.thread.close()
+            raise
         open_channels.add(self)
 
     @property
@@ -176,4 +182,5 @@ class BrokerChannel:
         """The thread's last act: nobody waits for it any more, and the broker takes the closed lifeline for the end."""
         self.news.note_link_ended()
         self._broker.close()
-        self._dealer.close(LAST_MESSAGES_MS if self._leaves_broker else 0)
+        if self._dealer is not None:
+            self._dealer.close(LAST_MESSAGES_MS if self._leaves_broker else 0)

@@ -52,6 +52,11 @@ class LinkThread:
         except (RuntimeError, MemoryError) as error:
             raise no_thread(error) from error
 
+    def close(self) -> None:
+        """Its own last act; or that of somebody who could not start it."""
+        self._wake_end.close()
+        self._waking_end.close()
+
     @property
     def is_alive(self) -> bool:
         """Whether it was started and has not ended."""
@@ -130,8 +135,7 @@ class LinkThread:
         finally:
             self._stopping = True
             self._on_end()
-            self._wake_end.close()
-            self._waking_end.close()
+            self.close()
 
     def _turn(self) -> None:
         for key, _ in self._poller.poll(self._wait_ms()):
