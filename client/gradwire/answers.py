@@ -38,13 +38,15 @@ __all__ = [
 class Loaded(NamedTuple):
     """Of a Load: the target's number; whether it is a module, and the mode of that, if it has one.
 
-    moves_in_evaluation: whether it moves state in evaluation mode too. may_have_rules: whether a Spec can tell of derivative rules of its own.
+    moves_in_evaluation: whether it moves state in evaluation mode too. may_have_parameters: whether gradients can accumulate in it, if it is
+    a module. may_have_rules: whether a Spec can tell of derivative rules of its own.
     """
 
     remote: int
     is_module: bool
     training: bool | None
     moves_in_evaluation: bool
+    may_have_parameters: bool
     may_have_rules: bool
 
 
@@ -73,10 +75,9 @@ def loaded(structure: bytes) -> Loaded:
     facts = fill(structure, [])
     if type(facts) is dict and facts.keys() == set(Loaded._fields):
         found = Loaded(**facts)
-        are_flags = all(
-            type(x) is bool for x in (found.is_module, found.moves_in_evaluation, found.may_have_rules)
-        )
-        if _is_natural(found.remote) and are_flags and _is_mode(found.training):
+        _, is_module, training, *may = found
+        are_flags = all(type(x) is bool for x in (is_module, *may))
+        if _is_natural(found.remote) and are_flags and _is_mode(training):
             return found
     raise _wrong(f"a Load is answered with {', '.join(Loaded._fields)}", facts)
 

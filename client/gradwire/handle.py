@@ -60,7 +60,7 @@ class Handle(Cached):
         self._remote = 0
         self._dropping: weakref.finalize[[int], Handle] | None = None
         self._specs: dict[tuple[Site, tuple[Aval, ...]], SpecResult] = {}
-        self.is_module = self._may_have_rules = self.moves_in_evaluation = False
+        self.is_module = self.accumulates = self._may_have_rules = self.moves_in_evaluation = False
         self.training: bool | None = None
         self.changes = 0  # how often what a forward gives may have changed: by a step, a load, a new life, a training call
         self.stakes = Stakes()
@@ -140,7 +140,7 @@ class Handle(Cached):
         )
         facts = answers.loaded(reply.structure)
         self._note_number(connection, facts.remote)
-        self.is_module = facts.is_module
+        self.is_module, self.accumulates = facts.is_module, facts.is_module and facts.may_have_parameters
         self._may_have_rules, self.moves_in_evaluation = facts.may_have_rules, facts.moves_in_evaluation
         self._resume_mode(connection, facts.training)
         self._resume_freezing(connection)

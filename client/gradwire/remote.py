@@ -124,7 +124,7 @@ class Remote:
         family = family_of_call(
             leaves, structure, options.family or ("jax" if options.is_seed_traced else None)
         )
-        site = self._plain_site(structure, self.handle.is_module and face_named(family).ACCUMULATES)
+        site = self._plain_site(structure, self.handle.accumulates and face_named(family).ACCUMULATES)
         if not kwargs and not site.seeded and all(map(family_of, args)):
             self._note_route(family, site, args)
         return family, site, leaves
@@ -155,7 +155,7 @@ class Remote:
     def described(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Handle, Site]:
         """For a compiler that traces the call: what is called, and everything fixed about the call."""
         structure, _ = self._flatten(tuple(args), kwargs)
-        return self.handle, self._plain_site(structure, self.handle.is_module)
+        return self.handle, self._plain_site(structure, self.handle.accumulates)
 
     @untraced
     def vjp(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Pullback]:
@@ -164,7 +164,7 @@ class Remote:
         If this is a module, each pullback adds to the gradients of its parameters, which stay in the worker (see `grads`), as
         ``backward()`` does.
         """
-        site, family, carriers = self._exported(args, kwargs, accumulate=self.handle.is_module)
+        site, family, carriers = self._exported(args, kwargs, accumulate=self.handle.accumulates)
         return pullback.vjp(self.handle, site, family, carriers)
 
     @untraced

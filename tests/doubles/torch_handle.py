@@ -45,6 +45,7 @@ class TorchHandle(Cached):
     def __init__(self, target: Callable[..., Any]) -> None:
         self.name, self.changes, self.is_dead = "double", 0, False
         self.target, self.is_module = target, isinstance(target, torch.nn.Module)
+        self.accumulates = self.is_module
         self.parameters = list(target.parameters()) if isinstance(target, torch.nn.Module) else []
         self.kept: dict[int, Kept] = {}
         self.counts: Counter[str] = Counter()

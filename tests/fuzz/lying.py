@@ -240,6 +240,7 @@ class Liar(threading.Thread):
                 "is_module": is_module,
                 "training": None,
                 "moves_in_evaluation": False,
+                "may_have_parameters": True,
                 "may_have_rules": False,
             }
             return messages.Done(message.call_id, flatten(facts, lambda x: False)[0], [], 0, 0)

@@ -67,6 +67,35 @@ def test_r34_torch_vmap_over_state_is_refused(worker_of: Workers) -> None:
     assert rows[:, 0].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("caller", ["torch", "tensorflow"])
+def test_a_module_without_parameters_is_called_where_gradients_are_recorded(
+    worker_of: Workers, caller: str
+) -> None:
+    """As scikit-learn's are in a numpy worker: nothing accumulates in it, so it is asked for a derivative by its arguments alone."""
+    model = worker_of("numpy").module("in_numpy:Mean")
+    if caller == "torch":
+        import torch
+
+        x = torch.ones(4, 3)
+        model("fit", x)
+        result = model("predict", x)
+        assert not result.requires_grad
+        with pytest.raises(gw.UsageError, match="without a derivative"):
+            model("predict", x.requires_grad_())
+    else:
+        import tensorflow as tf
+
+        x = tf.ones((4, 3))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            model("fit", tf.stop_gradient(x))
+            result = model("predict", tf.stop_gradient(x))
+        assert tape.gradient(result, x) is None
+        known = model.options(out_spec=gw.ShapeDtype((4, 3), "float32"))
+        assert (tf.function(lambda x: known("predict", x))(x) == 0).numpy().all()
+    assert (np.asarray(result) == 0).all()
+
+
 def test_r59_an_iterator_that_runs_out(worker_of: Workers) -> None:
     """StopIteration is how a loop ends, not an error of the call's own: it must not end, or crash, the caller's."""
     remote = worker_of("numpy").function("in_numpy:run_out")

@@ -24,6 +24,7 @@ RIGHT_LOAD = {
     "is_module": True,
     "training": None,
     "moves_in_evaluation": False,
+    "may_have_parameters": True,
     "may_have_rules": False,
 }
 
@@ -33,7 +34,7 @@ def told(tree: Any) -> bytes:
 
 
 def test_right_answers() -> None:
-    assert answers.loaded(told(RIGHT_LOAD)) == (1, True, None, False, False)
+    assert answers.loaded(told(RIGHT_LOAD)) == (1, True, None, False, True, False)
     assert answers.number(told(7)) == 7
     assert answers.spec_result(told([[[[2, 0], FLOAT32]], LONE_LEAF, True])) == (
         (Aval((2, 0), BY_NAME["float32"]),),
@@ -55,6 +56,7 @@ def test_right_answers() -> None:
         {**RIGHT_LOAD, "more": 1},
         *({**RIGHT_LOAD, "remote": wrong} for wrong in (-1, True, "1", None, 1.0)),
         *({**RIGHT_LOAD, "is_module": wrong} for wrong in (None, 1)),
+        {**RIGHT_LOAD, "may_have_parameters": None},
         {**RIGHT_LOAD, "may_have_rules": 1},
         {**RIGHT_LOAD, "moves_in_evaluation": None},
         *({**RIGHT_LOAD, "training": wrong} for wrong in (0, "x", [])),

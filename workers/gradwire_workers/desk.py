@@ -346,6 +346,7 @@ class Desk:
             "is_module": program.is_module,
             "training": program.training,
             "moves_in_evaluation": program.moves_in_evaluation,
+            "may_have_parameters": program.may_have_parameters,
             "may_have_rules": program.may_have_rules,
         }
         return _told(load.call_id, facts)

@@ -135,6 +135,7 @@ class Program(ABC):
     """A loaded target. Tensors are the framework's own; operands may be kept, results must be ready.
 
     is_module: whether it is asked for what only modules have.
+    may_have_parameters: whether a module of this framework can have some, of which gradients accumulate.
     may_have_rules: whether a function of this framework can have derivative rules of its own.
     rules_end: whether the framework uses such a rule once and differentiates what the rule computes, as JAX does. No other program is
     asked for ``('P', wrt)``.
@@ -147,6 +148,7 @@ class Program(ABC):
     moves_in_evaluation = False
     name = "this target"
     told_of_cut = False
+    may_have_parameters = True
     may_have_rules = False
     rules_end = False
 

@@ -18,6 +18,7 @@ __all__ = ["NumpyProgram"]
 class NumpyProgram(Program):
     """One loaded target. It has no state that gradwire knows of, so its generation never changes."""
 
+    may_have_parameters = False
     training: bool | None = None
     generation = 0
 
