@@ -26,7 +26,7 @@ def main(lifeline_fd: int) -> int:
     process.raise_descriptor_limit()
     umask = os.umask(0o077)  # for its own files; workers keep what the user has
     lifeline = Lifeline.inherited(lifeline_fd)
-    config = lifeline.receive_nowait()
+    config = lifeline.receive_config()
     assert isinstance(config, BrokerConfig)
     try:
         folder = RuntimeFolder.make(os.environ)

@@ -33,11 +33,13 @@ from gradwire_wire import control, keys, sockets
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.lifeline import BrokerConfig, Lifeline
 from gradwire_wire.process import open_pidfd
+from gradwire_wire.rendezvous import has_card
 from gradwire_wire.spawn import Lent
 
 __all__ = ["Broker"]
 
 SIGNALLED_S = 2.0  # for workers to end in
+LOOK_S = 60.0
 UNKILLABLE_S = 2.0  # a killed process may hang in the kernel; the broker does not wait longer
 Act = Callable[[bytes, Any], None]
 
@@ -48,7 +50,9 @@ class Broker:
     def __init__(self, address: str, folder: Path, config: BrokerConfig, umask: int) -> None:
         self._is_restricted, self._is_shared = config.allow is not None, bool(config.name)
         self._guests: dict[bytes, int] = {}  # pidfds of a shared broker's clients
-        self._over = False
+        self._over, self._folder = False, folder
+        # By its card a shared broker is found, unless it is at tcp as well; a private one ends with its owner
+        self._next_look = time.monotonic() + LOOK_S if self._is_shared and not config.listen else math.inf
         self._patience = math.inf  # until when to wait for the last workers
         self._loop = Loop()
         router = sockets.bind_router(address)
@@ -95,7 +99,7 @@ class Broker:
     def _wait_ms(self) -> int | None:
         timed = *self._workforce, self._workforce.remains
         dues = [due for one in timed if (due := one.due()) is not None]
-        first = min((*dues, self._patience, self._roll.due()))
+        first = min((*dues, self._patience, self._roll.due(), self._next_look))
         left = min(control.LONGEST_S, first - time.monotonic())  # whatever a client has asked for
         return None if first == math.inf else max(0, int(1000 * left) + 1)
 
@@ -105,6 +109,14 @@ class Broker:
             worker.advance(now)
         self._workforce.remains.advance(now)
         self._roll.advance(now)
+        if now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._end_if_lost()
+
+    def _end_if_lost(self) -> None:
+        """Nobody can find a broker whose card is gone, not even to end it. (systemd removes $XDG_RUNTIME_DIR when its user logs out.)"""
+        if not self._over and not len(self._clients) and not has_card(self._folder):
+            self._shut_down(SIGNALLED_S)
 
     # ---- Whose broker this is ----
 

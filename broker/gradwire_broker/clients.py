@@ -38,6 +38,9 @@ class Clients:
         self._token, self._owner_token = token, owner_token
         self._admitted: dict[bytes, Client] = {}
 
+    def __len__(self) -> int:
+        return len(self._admitted)
+
     def come_also_by(self, router: Any) -> None:
         """The router of far clients."""
         self._routers[FAR] = router

@@ -99,6 +99,7 @@ class Workforce:
         self._share_out()
 
     def _launch(self, client: bytes, order: control.Start) -> Worker:
+        terms = self._terms
         names = {worker.place.name for worker in self if not worker.is_dismissed}
         name = order.name or _free_name(order.framework, names)
         if order.framework not in control.FRAMEWORKS:
@@ -113,6 +114,12 @@ class Workforce:
         except OSError as error:
             why = f"the broker has too few descriptors left for a worker: {error}; {RAISE_LIMIT} that started the broker"
             raise CannotLaunch(not_started(name, order.framework, why)) from error
+        if not terms.folder.is_dir():
+            why = (
+                f"the folder of the sockets, {terms.folder}, is gone: did something clean up there? Start this program again, or "
+                "gradwire up, with XDG_RUNTIME_DIR set to a folder that stays"
+            )
+            raise CannotLaunch(not_started(name, order.framework, why))
         base = dict(os.environ) if order.base is None else _decoded(order.base)
         return Worker(order, self._place(name), client, base)
 

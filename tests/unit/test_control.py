@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gradwire_wire import control, lifeline, spawn
 from gradwire_wire.errors import ProtocolError, UsageError
-from gradwire_wire.lifeline import CouldNot, Doing, Lifeline, LifelineEnded, WorkerReady
+from gradwire_wire.lifeline import ANOTHER_GRADWIRE, CouldNot, Doing, Lifeline, LifelineEnded, WorkerReady
 from gradwire_wire.vocabulary import Vocabulary
 
 TEXT = st.text(max_size=20)
@@ -294,6 +294,24 @@ def test_an_old_python_says_that_it_is_too_old(lent: spawn.Lent, tmp_path: Any, 
     code, _, said = _run(lent, tmp_path, f"import sys; sys.version_info = {version}\n")
     dotted = ".".join(version.strip("()").split(", "))
     assert (code, said) == (1, CouldNot(f"gradwire needs Python 3.9 or newer, and this is Python {dotted}"))
+
+
+def test_a_package_that_does_not_load_any_more_says_what_may_have_happened(
+    lent: spawn.Lent, tmp_path: Any
+) -> None:
+    (tmp_path / "lent_one" / "entry.py").unlink()
+    code, output, said = _run(lent, tmp_path)
+    assert code == 1 and "No module named 'lent_one.entry'" in output
+    assert isinstance(said, CouldNot) and said.message.endswith(ANOTHER_GRADWIRE)
+
+
+def test_a_config_of_another_version_is_told_to_who_has_sent_it(line: Any) -> None:
+    ours, theirs = line
+    theirs.send(b'["Doing", "x", "and what later versions say"]')
+    with pytest.raises(ProtocolError):
+        ours.receive_config()
+    _, why = json.loads(theirs.recv(1000))
+    assert why.endswith(ANOTHER_GRADWIRE)
 
 
 def test_a_title_cannot_smuggle_in_code(lent: spawn.Lent) -> None:

@@ -22,6 +22,7 @@ from gradwire_wire.errors import ProtocolError
 from gradwire_wire.vocabulary import Vocabulary
 
 __all__ = [
+    "ANOTHER_GRADWIRE",
     "BrokerConfig",
     "BrokerReady",
     "CouldNot",
@@ -148,6 +149,10 @@ KINDS = _VOCABULARY.kinds
 
 
 MAX_PACKET = 1 << 20
+ANOTHER_GRADWIRE = (
+    "If gradwire was installed anew meanwhile, start again what has started this: the program, or gradwire up"
+)
+"""A child is a fresh process, and loads what is there now."""
 
 
 class LifelineEnded(Exception):
@@ -202,6 +207,14 @@ class Lifeline:
         except ValueError as error:
             raise ProtocolError(f"not JSON: {error}") from error
         return _VOCABULARY.from_array(raw)
+
+    def receive_config(self) -> Any:
+        """What a child is told first. Raises as `receive_nowait`; of a ProtocolError the parent has heard then."""
+        try:
+            return self.receive_nowait()
+        except ProtocolError as error:
+            self.send_nowait(CouldNot(f"{error}. {ANOTHER_GRADWIRE}"))
+            raise
 
     def _receive(self) -> bytes:
         try:

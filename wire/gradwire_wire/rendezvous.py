@@ -29,6 +29,7 @@ __all__ = [
     "find_cards",
     "folder_prefix",
     "folders",
+    "has_card",
     "is_running",
     "named_alike",
     "read_card",
@@ -130,6 +131,11 @@ def write_card(card: Card) -> None:
     with os.fdopen(fd, "w") as file:
         json.dump(card._asdict(), file)
     os.rename(f"{path}.new", path)
+
+
+def has_card(folder: Path) -> bool:
+    """Whether there is one."""
+    return (folder / CARD).exists()
 
 
 def read_card(folder: Path) -> Card:

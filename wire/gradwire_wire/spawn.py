@@ -13,7 +13,7 @@ import shlex
 import subprocess
 from typing import Any, NamedTuple
 
-from gradwire_wire.lifeline import Lifeline
+from gradwire_wire.lifeline import ANOTHER_GRADWIRE, Lifeline
 
 __all__ = ["BEGINNING", "BOOT", "Lent", "shown", "spawn"]
 
@@ -40,8 +40,16 @@ class Lent:
 sys.meta_path.insert(0, Lent)
 sys.path.extend(folder for folder in folders if folder not in sys.path)
 from importlib import import_module
-sys.exit(import_module(module).main(line))
-"""
+try:
+    main = import_module(module).main
+except Exception:
+    import traceback
+    traceback.print_exc()
+    why = 'gradwire itself does not load, as below. ANOTHER_GRADWIRE'
+    os.write(line, json.dumps(['CouldNot', why]).encode())
+    sys.exit(1)
+sys.exit(main(line))
+""".replace("ANOTHER_GRADWIRE", ANOTHER_GRADWIRE)
 
 
 class Lent(NamedTuple):

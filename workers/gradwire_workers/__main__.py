@@ -21,6 +21,7 @@ from typing import Any
 from gradwire_wire import process
 from gradwire_wire.errors import GradwireError
 from gradwire_wire.lifeline import (
+    ANOTHER_GRADWIRE,
     CouldNot,
     Doing,
     HasThreads,
@@ -52,7 +53,7 @@ def main(lifeline_fd: int) -> int:
     process.die_with_parent()
     process.reset_signals()
     lifeline = Lifeline.inherited(lifeline_fd)
-    config = lifeline.receive_nowait()
+    config = lifeline.receive_config()
     assert isinstance(config, WorkerConfig)
     own_umask = os.umask(config.umask)
     try:
@@ -184,6 +185,8 @@ def _import_desk() -> Any:
 
         return Desk
     except Exception as error:
+        if isinstance(error, ImportError) and (error.name or "").startswith("gradwire_"):
+            raise CannotStart(f"gradwire itself does not load: {error}. {ANOTHER_GRADWIRE}") from error
         raise CannotStart(f"importing {', '.join(NEEDED.values())} failed: {_told(error)}") from error
 
 

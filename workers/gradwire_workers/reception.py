@@ -121,7 +121,8 @@ class Reception:
             problem = ProtocolError("a client must say Hello first, with its ledger")
         elif hello.protocol != messages.PROTOCOL:
             problem = VersionMismatchError(
-                f"this worker speaks protocol {messages.PROTOCOL}, the client {hello.protocol}; use the same gradwire"
+                f"this worker speaks protocol {messages.PROTOCOL}, the client {hello.protocol}; use the same gradwire at both ends. "
+                "If it was installed anew meanwhile, start the program again"
             )
         elif not hmac.compare_digest(hello.token, self._token):
             problem = ProtocolError("wrong token: this worker belongs to another broker")
