@@ -27,7 +27,7 @@ class Derived:
     accumulate: this pullback adds to the gradients that the worker's module owns.
     keep: 0 nothing, 1 this evaluation, 2 the rows of this batch: a token comes with the results.
     structure: of F's result tree, once F was evaluated. held: what must live as long as this does.
-    changes: the handle's count when F was called. absent: operands of a pullback that stand for no cotangent.
+    changes: the handle's count when F was called.
     """
 
     handle: Handle
@@ -39,7 +39,6 @@ class Derived:
     structure: bytes = b""
     held: Any = None
     changes: int = -1
-    absent: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.changes < 0:
@@ -83,7 +82,6 @@ class Derived:
             keep=self.keep,
             token=token,
             token_ops=0 if afresh else self.token_ops,
-            absent=() if self.keep else self.absent,
         )
         if not self.word:
             self.structure = outcome.structure

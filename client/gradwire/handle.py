@@ -195,22 +195,19 @@ class Handle(Cached):
         keep: int = 0,
         token: int | np.ndarray = 0,
         token_ops: int = 0,
-        absent: Sequence[int] = (),
     ) -> Outcome:
         """Evaluate the derived function ``word`` in the worker; blocks without holding the GIL.
 
         keep: 0, `messages.KEEP` or `messages.KEEP_ROWS`. token: of a kept forward (int), or rows
-        (batch, 2) of (token, row). absent: indices of cotangents that are zero because nothing leads to their results;
-        a worker that tells the two apart has None for what only they would reach. Any thread. Raises what the worker
-        reports, or why it cannot.
+        (batch, 2) of (token, row). Any thread. Raises what the worker reports, or why it cannot.
         """
         stake = self.stakes.stake
         try:
-            return self._invoke(site, word, carriers, keep, token, token_ops, absent)
+            return self._invoke(site, word, carriers, keep, token, token_ops)
         except WorkerDiedError as error:
             if not self._outlives(error, stake, site.retry):
                 raise
-        return self._invoke(site, word, carriers, keep, token, token_ops, absent)
+        return self._invoke(site, word, carriers, keep, token, token_ops)
 
     def minimize(self, site: Site, op: Op, carriers: Sequence[Carrier]) -> Outcome:
         """A step of an optimizer, and the loss that it was made by: see `gradwire_wire.words`."""
@@ -256,7 +253,6 @@ class Handle(Cached):
         keep: int,
         token: Any,
         token_ops: int,
-        absent: Sequence[int],
     ) -> Outcome:
         is_plain = type(token) is int and not token
         # (a token of a former life tells of its own loss)
@@ -271,8 +267,6 @@ class Handle(Cached):
             brief: list[Carrier | None] = [None] * (len(carriers) - linear) + list(
                 carriers[len(carriers) - linear :]
             )
-            for i in absent:
-                brief[i] = None
             try:
                 return connection.evaluate(self._remote, site, word, brief, keep, rows, token_ops)
             except ResidualLostError as error:

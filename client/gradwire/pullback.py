@@ -18,6 +18,7 @@ from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import ClosedError, DtypeError, ResidualLostError, UsageError
 from gradwire_wire.structures import fill, fill_leaves_only, leaf_paths, leaves_like
+from gradwire_wire.words import pullback_op
 
 __all__ = ["Pullback", "jvp", "vjp"]
 
@@ -76,7 +77,7 @@ class Pullback:
     def __call__(self, out_bar: Any, *, kwargs: bool = False) -> Any:
         """The cotangents as a tuple like the positional arguments.
 
-        out_bar: a tree like the results. In it None stands for zeros; what it has for results that are not floating-point or
+        out_bar: a tree like the results. In it None says that nothing depends on that result; what it has for results that are not floating-point or
         complex is ignored.
         kwargs: return ``(args_bar, kwargs_bar)`` instead, with the cotangents of the keyword arguments in a dict.
         Raises ResidualLostError if the pullback was released, or the worker has lost what it kept for it.
@@ -86,16 +87,14 @@ class Pullback:
         if not self._token and self._changes != self._handle.changes:
             raise moved(self._handle.name)
         cotangents = self._cotangents(out_bar)
-        moving = [(shape, dtype) for shape, dtype in self._results if dtype.is_inexact]
-        word = (("T", self._wrt, len(cotangents)),)
+        word = (pullback_op(self._wrt, [c is not None for c in cotangents]),)
         try:
             outcome = _ask(
                 self._handle,
                 self._site,
                 word,
-                [*self._primals, *[c or _zeros(*r) for c, r in zip(cotangents, moving, strict=True)]],
+                [*self._primals, *[c for c in cotangents if c is not None]],
                 token=self._token,
-                absent=[len(self._inputs) + k for k, c in enumerate(cotangents) if c is None],
             )
         except ResidualLostError as error:
             raise ResidualLostError(

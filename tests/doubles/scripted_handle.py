@@ -72,7 +72,6 @@ class ScriptedHandle(Cached):
         keep: int = 0,
         token: int | np.ndarray = 0,
         token_ops: int = 0,
-        absent: Sequence[int] = (),
     ) -> Outcome:
         message = Message(site, word, [c._replace(array=c.array.copy()) for c in carriers], keep, token)
         self.messages.append(message)

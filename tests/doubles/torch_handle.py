@@ -23,7 +23,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.errors import GradwireError, RemoteError, ResidualLostError, remote_error
 from gradwire_wire.structures import fill, flatten
 from gradwire_wire.tensors import torch as tensors
-from gradwire_wire.words import Word
+from gradwire_wire.words import Op, Word, pulled_results
 
 Tensors = list[torch.Tensor]
 
@@ -64,14 +64,13 @@ class TorchHandle(Cached):
         keep: int = 0,
         token: int | np.ndarray = 0,
         token_ops: int = 0,
-        absent: Sequence[int] = (),
     ) -> Outcome:
         if site.alone:
             self.counts["alone"] += 1
         copies = [c._replace(array=np.array(c.array)) for c in carriers]
 
         def work() -> Outcome:
-            run = _Run(self, site, word, [tensors.adopt(c) for c in copies], absent)
+            run = _Run(self, site, word, [tensors.adopt(c) for c in copies])
             return run.outcome(keep, token, token_ops)
 
         return self._thread.submit(work).result(60)
@@ -119,11 +118,8 @@ def inexact(x: torch.Tensor) -> bool:
 class _Run:
     """One message, in the worker's thread."""
 
-    def __init__(
-        self, handle: TorchHandle, site: Site, word: Word, operands: Tensors, absent: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, handle: TorchHandle, site: Site, word: Word, operands: Tensors) -> None:
         self.handle, self.site, self.word, self.operands = handle, site, word, operands
-        self.absent = absent
         self.structure = b""
 
     def outcome(self, keep: int, token: int | np.ndarray, token_ops: int) -> Outcome:
@@ -179,14 +175,12 @@ class _Run:
         op, graph = self.word[-1], bool(keep)
         n = len(op[1]) if op[0] == "J" else op[2]
         linear: list[Any] = self.operands[len(self.operands) - n :]
-        for i in self.absent:
-            linear[i - len(self.operands)] = None
         if keep:
             linear = [x.requires_grad_() for x in linear]
         with torch.enable_grad():
             if op[0] == "T":
                 self.handle.counts["pull"] += 1
-                results: list[Any] = self.pull(kept, op[1], linear, graph, self.site.accumulate)
+                results: list[Any] = self.pull(kept, op, linear, graph, self.site.accumulate)
             else:
                 self.handle.counts["push"] += 1
                 results = self.push(kept, op[1], linear, graph)
@@ -194,12 +188,10 @@ class _Run:
         known = [z if y is None else y for y, z in zip(results, zeros, strict=True)]
         return results, Kept([*kept.operands, *linear], known)
 
-    def pull(
-        self, kept: Kept, wrt: Sequence[int], cotangents: Tensors, graph: bool, accumulate: bool
-    ) -> list[Any]:
+    def pull(self, kept: Kept, op: Op, cotangents: Tensors, graph: bool, accumulate: bool) -> list[Any]:
+        wrt, results = op[1], pulled_results(op, list(filter(inexact, kept.results)))
         inputs = [kept.operands[i] for i in wrt] + (self.handle.parameters if accumulate else [])
-        pairs = [(y, c) for y, c in zip(filter(inexact, kept.results), cotangents, strict=True)]
-        pairs = [(y, c) for y, c in pairs if c is not None and y.requires_grad]
+        pairs = [(y, c) for y, c in zip(results, cotangents, strict=True) if y.requires_grad]
         if not pairs or not inputs:
             return [None] * len(wrt)
         ys, cs = zip(*pairs, strict=True)
@@ -212,7 +204,7 @@ class _Run:
     def push(self, kept: Kept, wrt: Sequence[int], tangents: Tensors, graph: bool) -> Tensors:
         ys = list(filter(inexact, kept.results))
         us = [torch.zeros_like(y, requires_grad=True) for y in ys]
-        pairs = zip(self.pull(kept, wrt, us, True, False), tangents, strict=True)
+        pairs = zip(self.pull(kept, ("T", wrt, len(us)), us, True, False), tangents, strict=True)
         pairs = [(p, t) for p, t in pairs if p is not None and p.requires_grad]
         if not pairs:
             return [torch.zeros_like(y) for y in ys]
@@ -247,7 +239,7 @@ class _Run:
         with torch.enable_grad():
             if op[0] == "J":
                 return self.push(kept, op[1], linear, False)
-            found = self.pull(kept, op[1], linear, False, False)
+            found = self.pull(kept, op, linear, False, False)
         return [
             torch.zeros_like(kept.operands[i]) if g is None else g for i, g in zip(op[1], found, strict=True)
         ]
@@ -263,7 +255,11 @@ def _tangent(function: Callable[..., Any], op: Any, operands: Tensors) -> Sequen
 def _pullback(function: Callable[..., Any], op: Any, operands: Tensors) -> Sequence[torch.Tensor]:
     n = len(operands) - op[2]
     xs, cs = operands[:n], operands[n:]
-    return torch.func.vjp(_partial(function, op[1], xs), *[xs[i] for i in op[1]])[1](tuple(cs))
+    along = _partial(function, op[1], xs)
+    _, pull = torch.func.vjp(
+        lambda *values: tuple(pulled_results(op, along(*values))), *[xs[i] for i in op[1]]
+    )
+    return pull(tuple(cs))
 
 
 def _batched(function: Callable[..., Any], op: Any, operands: Tensors) -> Sequence[torch.Tensor]:

@@ -230,7 +230,7 @@ def test_r33_unused_arguments(remote: Any, compiled: bool) -> None:
 
 @every_worker
 def test_r33_a_result_that_nothing_follows(remote: Any, worker_of: Workers, framework: str) -> None:
-    """b has no gradient in torch, where the worker can tell that from zeros; nothing is asked twice."""
+    """b has no gradient in torch, where the worker's framework tells that from zeros; nothing is asked twice."""
     f, a = remote("apart"), torch.tensor(W, requires_grad=True)
     found = []
 
@@ -243,11 +243,38 @@ def test_r33_a_result_that_nothing_follows(remote: Any, worker_of: Workers, fram
     assert messages(worker_of(framework), one_of_two) == 2
     close(a.grad, np.full(4, 2.0))
     for b_bar in found:
-        assert b_bar is None if framework == "torch" else not b_bar.any()
+        assert b_bar is None if framework != "jax" else not b_bar.any()
     _, pullback = f.vjp(W, W)
     for bar, which in (((np.ones(4), None), 0), ((None, np.ones(4)), 1)):
         close(pullback(bar)[which], np.full(4, 2.0 + which))
         close(pullback(bar)[1 - which], np.zeros(4))
+
+
+@every_worker
+@every_mode
+def test_r33_a_result_that_nothing_follows_has_no_part(remote: Any, compiled: bool) -> None:
+    """Its derivative is infinite here, and zero times that is not a number."""
+    f, x = remote("beside_a_cusp"), jnp.asarray(W)
+    first = lambda x: f(x)[0].sum()  # noqa: E731
+    close(jitted(jax.grad(first), compiled)(x), 2 * W)
+    close(jitted(jax.vmap(jax.grad(first)), compiled)(jnp.asarray(X)), 2 * X)
+    close(jitted(jax.grad(lambda x: (jax.grad(first)(x) ** 2).sum()), compiled)(x), 8 * W)
+    close(jitted(jax.jacrev(lambda x: f(x)[0]), compiled)(x), np.diag(2 * W))
+    aside = lambda x: jax.grad(lambda x: (f(x)[0].sum(), f(x)[1]), has_aux=True)(x)[0]  # noqa: E731
+    close(jitted(aside, compiled)(x), 2 * W)
+    assert np.isnan(jax.grad(lambda x: f(x)[1].sum())(x)).all()
+
+    own = torch.tensor(W, requires_grad=True)
+    if compiled:
+        torch.compile(lambda x: f(x)[0].sum() * 1, backend="aot_eager")(own).backward()
+    else:
+        f(own)[0].sum().backward()
+    close(own.grad, 2 * W)
+    close(torch.func.grad(lambda x: f(x)[0].sum())(torch.tensor(W)), 2 * W)
+
+    _, pullback = f.vjp(W)
+    close(pullback((np.ones(4), None))[0], 2 * W)
+    assert np.isnan(pullback((np.ones(4), np.zeros(4)))[0]).all()  # which was asked for
 
 
 @every_worker

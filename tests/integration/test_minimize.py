@@ -133,6 +133,21 @@ def test_what_evaluates_the_loss_itself_does_so_in_the_worker(
         optimizer.step()
 
 
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+def test_results_beside_the_loss_have_no_part_in_the_step(worker_of: Workers, framework: str) -> None:
+    net = worker_of(framework).module(f"with_loss:{FACTORY[framework]}_beside_a_cusp")
+    kind = {"torch": "torch.optim:SGD", "tensorflow": "keras.optimizers:SGD", "jax": "optax:sgd"}[framework]
+    options = {"weight_decay": 0.5} if framework == "torch" else {}
+    optimizer = net.optimizer(kind, **{RATE[framework]: 0.1}, **options)
+    x = np.ones(2, "f4")
+    assert float(optimizer.minimize(x)["loss"]) == 5
+    found = {name.rpartition("/")[2]: value for name, value in net.parameters().items()}
+    w = np.array([1.0, 2.0])
+    np.testing.assert_allclose(found["w"], w - 0.1 * (2 * w + options.get("weight_decay", 0) * w), rtol=1e-6)
+    assert found["v"] == 3  # in torch no gradient, and so no decay
+    assert np.isfinite(float(optimizer.minimize(x)["loss"]))
+
+
 def test_a_result_that_is_no_loss_moves_nothing(worker_of: Workers) -> None:
     net = worker_of("torch").module("with_loss:make_without_loss")
     optimizer = net.optimizer("torch.optim:SGD", lr=0.1)

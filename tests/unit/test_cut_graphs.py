@@ -13,6 +13,7 @@ import tensorflow as tf
 import torch
 
 from gradwire_wire.structures import positional
+from gradwire_wire.words import pullback_op
 from gradwire_workers.cut_graphs import warn_of_cut
 from gradwire_workers.evaluation import Request, evaluate
 from gradwire_workers.program import Program, WorkerSite
@@ -39,14 +40,14 @@ def pulled_back(
     """Call and pull back as a client makes it: of what was kept, or by running it again. given: whether with a cotangent."""
     site, store = WorkerSite(positional(2)), Residuals(1 << 20, 0)
     operands = [tensor(X), tensor(X)]
-    result, residual = evaluate(program, site, (), Request(1, 1, 0, 0), operands, store, Ellipsis)  # type: ignore[arg-type]
+    result, residual = evaluate(program, site, (), Request(1, 1, 0, 0), operands, store)
     assert residual is not None
     token = store.add(Kept(residual, 1, b"a", 0)) if way == "kept" else 0
-    cotangents = [tensor(np.ones(y.shape, "f4")) if given else None for y in result.tensors]
-    word = (("T", wrt, 1),)
+    cotangents = [tensor(np.ones(y.shape, "f4")) for y in result.tensors if given]
+    word = (pullback_op(wrt, [given]),)
     asked = Request(1, 0, token, 0)
-    found, _ = evaluate(program, site, word, asked, [*operands, *cotangents], store, Ellipsis)  # type: ignore[arg-type]
-    warn_of_cut(program, site, word, [*operands, *cotangents], found.tensors)
+    found, _ = evaluate(program, site, word, asked, [*operands, *cotangents], store)
+    warn_of_cut(program, site, word, found.tensors)
 
 
 @pytest.mark.parametrize("way", ["kept", "again"])

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from gradwire_wire.carriers import Aval
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ProtocolError
-from gradwire_wire.words import MAX_WORD, Word, checked_word, linear_count, result_avals
+from gradwire_wire.words import (
+    MAX_WORD,
+    Word,
+    checked_word,
+    linear_count,
+    pullback_op,
+    pulled_results,
+    result_avals,
+)
 
 F32, I64, C64 = BY_NAME["float32"], BY_NAME["int64"], BY_NAME["complex64"]
 
@@ -27,6 +35,8 @@ GOOD: list[tuple[Word, int]] = [
     ((("J", (0, 1)),), 4),
     ((("T", (0,), 2),), 4),
     ((("T", (), 1),), 1),
+    ((("T", (0,), 2, (0, 3)),), 4),
+    ((("T", (0,), 0, ()),), 1),
     ((("V", (True, False)),), 2),
     ((("T", (0,), 1), ("J", (1,))), 3),
     ((("P", (0,)), ("P", (0, 1)), ("T", (1,), 1)), 3),
@@ -64,6 +74,12 @@ BAD: list[tuple[Any, int]] = [
     ([["T", [0], True]], 2),
     ([["T", [0], 2**63]], 2),
     ([["T", [1], 1]], 2),
+    ([["T", [0], 1, None]], 2),
+    ([["T", [0], 1, [0], 0]], 2),
+    ([["T", [0], 1, [-1]]], 2),
+    ([["T", [0], 2, [0]]], 3),
+    ([["T", [0], 2, [0, 0]]], 3),
+    ([["T", [0], 2, [1, 0]]], 3),
     ([["V", [True]]], 2),
     ([["V", [1, 0]]], 2),
     ([["V", None]], 2),
@@ -80,6 +96,18 @@ BAD: list[tuple[Any, int]] = [
     ([["M", 1, None], ["T", [0], 1]], 2),
     ([["V", [True]], ["M", 1, None]], 1),
 ]
+
+
+def test_a_pullback_of_some_results_names_them() -> None:
+    assert pullback_op([1], [True, True]) == ("T", (1,), 2)
+    some = pullback_op([1], [False, True, True])
+    assert some == ("T", (1,), 2, (1, 2))
+    assert pulled_results(some, "abc") == ["b", "c"] and pulled_results(("T", (1,), 2), "ab") == ["a", "b"]
+    for wrong in "ab", "a", "":
+        with pytest.raises(ProtocolError):
+            pulled_results(some, wrong)
+    with pytest.raises(ProtocolError):
+        pulled_results(("T", (1,), 2), "abc")
 
 
 @pytest.mark.parametrize(("raw", "operands"), BAD)

@@ -8,6 +8,9 @@ A word is a tuple of operations, applied to F from left to right. With n the num
 ``('T', wrt, m)``
     The pullback. Operands: the n primals, then m cotangents, one for each inexact result.
     Results: a cotangent for each of ``wrt``, the adjoint in Re<a, b>.
+``('T', wrt, m, of)``
+    The same where nothing depends on some of the results: ``of`` are m indices of inexact results, and the cotangents are
+    theirs. That differs from zeros for the others where a derivative is infinite or not a number: those have no part in this one.
 ``('P', wrt)``
     The results as they are computed where the function is being differentiated with respect to ``wrt``.
     Operands and results are the function's own. It differs from the function only where that has derivative
@@ -25,7 +28,7 @@ transpose. Pure functions.
 
 from __future__ import annotations
 
-from typing import Callable, Sequence, Tuple
+from typing import Callable, List, Sequence, Tuple, TypeVar
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ProtocolError, UsageError, shown
@@ -36,14 +39,32 @@ __all__ = [
     "checked_word",
     "linear_count",
     "operands_of_function",
+    "pulled_results",
+    "pullback_op",
     "result_avals",
     "without_operand",
     "without_primals",
 ]
 
-Op = Tuple  # ('J', wrt) | ('T', wrt, m) | ('P', wrt) | ('V', axes) | ('M', optimizer, clip_norm)
+Op = Tuple  # ('J', wrt) | ('T', wrt, m[, of]) | ('P', wrt) | ('V', axes) | ('M', optimizer, clip_norm)
 Word = Tuple[Op, ...]
 MAX_WORD = 16
+Of = TypeVar("Of")
+
+
+def pullback_op(wrt: Sequence[int], has_cotangent: Sequence[bool]) -> Op:
+    """The pullback with respect to ``wrt``. has_cotangent: which of the inexact results have one."""
+    of = tuple(k for k, has in enumerate(has_cotangent) if has)
+    every = len(of) == len(has_cotangent)
+    return ("T", tuple(wrt), len(of)) if every else ("T", tuple(wrt), len(of), of)
+
+
+def pulled_results(op: Op, results: Sequence[Of]) -> List[Of]:
+    """Of the inexact results (or what there is one of for each), those that the pullback's cotangents belong to."""
+    of = range(op[2]) if len(op) == 3 else op[3]
+    if (len(op) == 3 and len(results) != op[2]) or any(k >= len(results) for k in of):
+        raise ProtocolError(f"{shown(op)} is no pullback of {len(results)} inexact results")
+    return [results[k] for k in of]
 
 
 def linear_count(word: Word) -> int:
@@ -120,6 +141,12 @@ def _is_indices(x: object) -> bool:
     return isinstance(x, tuple) and all(type(i) is int and i >= 0 for i in x)
 
 
+def _is_pullback(op: Op) -> bool:
+    if len(op) not in (3, 4) or not _is_indices(op[1]) or type(op[2]) is not int or op[2] < 0:
+        return False
+    return len(op) == 3 or (_is_indices(op[3]) and len(op[3]) == op[2] and sorted(set(op[3])) == list(op[3]))
+
+
 def _is_step(op: Op) -> bool:
     return (
         len(op) == 3
@@ -142,7 +169,7 @@ def checked_word(raw: object, operands: int) -> Word:
             raise ProtocolError(f"bad operation {shown(op)} in a word")
         if op[0] == "J" and len(op) == 2 and _is_indices(op[1]):
             n -= len(op[1])
-        elif op[0] == "T" and len(op) == 3 and _is_indices(op[1]) and type(op[2]) is int and op[2] >= 0:
+        elif op[0] == "T" and _is_pullback(op):
             n -= op[2]
         elif op[0] == "P" and len(op) == 2 and _is_indices(op[1]):
             pass

@@ -15,18 +15,15 @@ from gradwire_workers.program import Program, WorkerSite
 __all__ = ["warn_of_cut"]
 
 
-def warn_of_cut(
-    program: Program, site: WorkerSite, word: Word, operands: Sequence[Any], cotangents: Sequence[Any]
-) -> None:
+def warn_of_cut(program: Program, site: WorkerSite, word: Word, cotangents: Sequence[Any]) -> None:
     """Warn, once for the program, where a first derivative leads from no result to any argument.
 
-    operands: of ``word``; where none of its last, the results' cotangents, was given, nothing was to lead anywhere.
     cotangents: the results of ``word``. (A second one is zero wherever something is linear; parameters may be all that is wanted.)
     """
     is_pullback = len(word) == 1 and word[0][0] == "T" and not site.accumulate
     if not is_pullback or program.told_of_cut or not cotangents or any(c is not None for c in cotangents):
         return
-    if all(x is None for x in operands[len(operands) - word[0][2] :]):
+    if not word[0][2]:  # no result has a cotangent: nothing was to lead anywhere
         return
     program.told_of_cut = True
     warnings.warn(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Callable, Iterator, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Iterator, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 
 from gradwire_wire import messages
-from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ResidualLostError
 from gradwire_wire.messages import Call
 from gradwire_wire.words import Word, linear_count, without_primals
 from gradwire_workers.program import Program, Residual, Result, WorkerSite
-from gradwire_workers.residuals import Kept, Residuals
+from gradwire_workers.residuals import Residuals
 
 __all__ = ["Evaluated", "Request", "evaluate"]
 
@@ -44,9 +43,8 @@ def evaluate(
     call: Asked,
     operands: Sequence[Any],
     residuals: Residuals,
-    zeros: Callable[[Aval], Any],
 ) -> Evaluated:
-    """The derived function at the operands. ``zeros``: makes a tensor of them.
+    """The derived function at the operands.
 
     An operand is None where the client left it out: it is needed only if the kept forward is gone.
     ResidualLostError then asks for it, or says that the forward must be run again by the caller.
@@ -55,7 +53,7 @@ def evaluate(
         word, token_ops = without_primals(word, call.token_ops)
         call = Request(call.remote, call.keep, call.token, token_ops)
     if call.token:
-        derived = _from_residual(program, site, word, call, operands, residuals, zeros)
+        derived = _from_residual(program, site, word, call, operands, residuals)
         if derived is not None:
             return derived
         if not _would_run_alike(program, site, call, residuals):
@@ -118,7 +116,6 @@ def _from_residual(
     call: Asked,
     operands: Sequence[Any],
     residuals: Residuals,
-    zeros: Callable[[Aval], Any],
 ) -> Evaluated | None:
     """From the graph kept under the call's token; None where there is none or it does not serve."""
     token, rows = _asked_for(call)
@@ -128,11 +125,7 @@ def _from_residual(
     is_pullback = step.op[0] == "T"
     linear = operands[len(operands) - _linear_count(word) :]
     if any(x is None for x in linear):
-        is_plain = is_pullback and rows is None and not step.further and not call.keep
-        whole = _without_gaps(kept, linear, zeros) if is_plain else None
-        if whole is None:
-            return None
-        linear = whole
+        return None
     if is_pullback:
         residuals.note_pulled(token)
     if rows is None:
@@ -219,17 +212,6 @@ def _has_no_rows(linear: Sequence[Any], depth: int) -> bool:
 
 def _stacked(program: Program, rows: Sequence[list[Any]], axis: int) -> list[Any]:
     return [None if column[0] is None else program.stack(column, axis) for column in zip(*rows)]
-
-
-def _without_gaps(
-    kept: Kept, cotangents: Sequence[Any], zeros: Callable[[Aval], Any]
-) -> Sequence[Any] | None:
-    """Cotangents of which some are absent, as the residual takes them; None where it is not known what they are like."""
-    if kept.residual.takes_absent:
-        return cotangents
-    if len(kept.results) != len(cotangents):
-        return None
-    return [zeros(aval) if x is None else x for x, aval in zip(cotangents, kept.results)]
 
 
 def _from_rows(

@@ -12,6 +12,7 @@ from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.dtypes import BY_NAME, DType
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import leaf_paths
+from gradwire_wire.words import pullback_op
 from gradwire_workers.program import Engine, Optimizer, Program, Result, WorkerSite
 
 __all__ = ["minimize"]
@@ -51,35 +52,44 @@ class _Loss:
     first: Result
 
     def __init__(self, engine: Engine, program: Program, site: WorkerSite, operands: Sequence[Any]) -> None:
-        self._engine, self._program, self._site = engine, program, _of_constants(site)
-        self._operands = [_full(engine, 0, BY_NAME["float32"]), *operands]
+        self._engine, self._program, self._site, self._operands = engine, program, site, operands
         self._is_first = True
 
     def accumulate(self) -> Any:
         """Its value, when its gradient was added to the module's own."""
-        result, residual = self._program.keep(self._site, (), list(self._operands))
+        result = self._program.add_gradient(self._site, list(self._operands), self._place)
+        if result is None:
+            result = self._by_anchor()
         if self._is_first:
             self.first, self._is_first = result, False
-        avals = list(map(self._engine.aval, result.tensors))
-        place = self._place(avals, result.structure)
-        cotangents = [
-            _full(self._engine, int(i == place), a.dtype, a.shape)
-            for i, a in enumerate(avals)
-            if a.dtype.is_inexact
-        ]
-        residual.derive(("T", (), len(cotangents)), cotangents, keep=False, accumulate=True)
-        return result.tensors[place]
+        return result.tensors[self._place(result)]
 
-    def _place(self, avals: Sequence[Aval], structure: bytes) -> int:
-        place = _place_of_loss(structure)
-        if place is None or avals[place].shape != () or not avals[place].dtype.is_real:
-            shown = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in avals) or "no tensor"
-            raise UsageError(
-                f"minimize(): the result of {self._program.name} must be its loss, one real number, or have it as its first item or as "
-                f"'loss', and is {shown}. Load a module that calls this one and then the loss; or make the step in three: call, "
-                "backward(), step(zero_grad=True)"
-            )
-        return place
+    def _by_anchor(self) -> Result:
+        """As a caller's own autodiff does it where a module is the first stage."""
+        anchor = _full(self._engine, 0, BY_NAME["float32"])
+        result, residual = self._program.keep(_of_constants(self._site), (), [anchor, *self._operands])
+        place = self._place(result)
+        avals = list(map(self._engine.aval, result.tensors))
+        is_loss = [i == place for i, a in enumerate(avals) if a.dtype.is_inexact]
+        one = _full(self._engine, 1, avals[place].dtype)
+        residual.derive(pullback_op((), is_loss), [one], keep=False, accumulate=True)
+        return result
+
+    def _place(self, result: Result) -> int:
+        place = _place_of_loss(result.structure)
+        if place is not None and _is_real_number(self._engine.aval(result.tensors[place])):
+            return place
+        avals = map(self._engine.aval, result.tensors)
+        shown = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in avals) or "no tensor"
+        raise UsageError(
+            f"minimize(): the result of {self._program.name} must be its loss, one real number, or have it as its first item or as "
+            f"'loss', and is {shown}. Load a module that calls this one and then the loss; or make the step in three: call, "
+            "backward(), step(zero_grad=True)"
+        )
+
+
+def _is_real_number(aval: Aval) -> bool:
+    return aval.shape == () and aval.dtype.is_real
 
 
 @lru_cache(maxsize=1024)
@@ -94,8 +104,7 @@ def _of_constants(site: WorkerSite) -> WorkerSite:
     return replace(site, accumulate=True, anchored=True, alone=True)
 
 
-def _full(engine: Engine, value: int, dtype: DType, shape: Sequence[int] = ()) -> Any:
+def _full(engine: Engine, value: int, dtype: DType) -> Any:
     if value and dtype.name == "bfloat16":
         value = _ONE_OF_BFLOAT16
-    array = np.full(shape, value, dtype.carrier) if shape else np.asarray(value, dtype.carrier)
-    return engine.adopt(Carrier(array, dtype, True))
+    return engine.adopt(Carrier(np.asarray(value, dtype.carrier), dtype, True))

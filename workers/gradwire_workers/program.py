@@ -53,21 +53,16 @@ Runner = Callable[[Sequence[Any]], Tuple[Sequence[Any], bytes]]
 
 
 class Residual(ABC):
-    """A kept forward: whatever its derivatives need. Dropped by the desk when its token is released.
-
-    takes_absent: whether `derive` may be given None for the cotangent of a result that the caller's loss does not depend on.
-    An operand that only such results depend on then counts as not used. Without this, `derive` is given zeros.
-    """
+    """A kept forward: whatever its derivatives need. Dropped by the desk when its token is released."""
 
     __slots__ = ()
     nbytes: int
-    takes_absent = False
 
     @abstractmethod
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
     ) -> tuple[list[Any], Residual | None]:
-        """The pullback ``('T', wrt, n)`` or the tangent ``('J', wrt)`` of the kept forward at ``linear``, the cotangents or tangents.
+        """The pullback ``('T', wrt, m[, of])`` or the tangent ``('J', wrt)`` of the kept forward at ``linear``, the cotangents or tangents.
 
         May be called any number of times. None in a pullback's results: that operand is not used. keep: return the residual of this
         derivative as well. accumulate: add the gradients of parameters to the module's own.
@@ -182,6 +177,16 @@ class Program(ABC):
         self, site: WorkerSite, word: tuple[Any, ...], operands: Sequence[Any]
     ) -> tuple[Result, Residual]:
         """Evaluate ``word`` and keep what its derivatives need."""
+
+    def add_gradient(
+        self, site: WorkerSite, operands: Sequence[Any], place: Callable[[Result], int]
+    ) -> Result | None:
+        """Evaluate the module at constants, and add the gradient of one of its results, a real number, to the parameters' own.
+
+        place: which one; what it raises ends this, and nothing was added then. None: there is no shorter way to do so than `keep` and a
+        pullback with respect to the anchor.
+        """
+        return None
 
     @abstractmethod
     def keep_rows(

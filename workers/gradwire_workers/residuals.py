@@ -8,9 +8,8 @@ already go first, the least recently used of them first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Collection, Iterable, NamedTuple, Sequence
+from typing import Collection, Iterable, NamedTuple
 
-from gradwire_wire.carriers import Aval
 from gradwire_workers.program import Residual
 
 __all__ = ["Kept", "Residuals"]
@@ -22,16 +21,12 @@ PULLED_SHARE = 8
 
 
 class Kept(NamedTuple):
-    """A residual, whose it is, and the module generation it belongs to.
-
-    results: shapes and dtypes of what a pullback takes cotangents for, where it must have each of them.
-    """
+    """A residual, whose it is, and the module generation it belongs to."""
 
     residual: Residual
     remote: int
     owner: bytes
     generation: int
-    results: Sequence[Aval] = ()
 
 
 class Residuals:

@@ -6,9 +6,6 @@ import contextlib
 import time
 from typing import Any, Callable, Iterator, Sequence
 
-import numpy as np
-
-from gradwire_wire.carriers import Aval, Carrier
 from gradwire_wire.chain import serve
 from gradwire_workers.cut_graphs import warn_of_cut
 from gradwire_workers.evaluation import evaluate
@@ -57,16 +54,15 @@ class UsersCode:
             self.interrupts.begin(session.marks, call_id)
             if word and word[0][0] == "M":
                 return self._minimize(program, site, word[0], operands), None, time.perf_counter_ns() - start
-            result, residual = evaluate(program, site, word, request, operands, self._residuals, self._zeros)
-            warn_of_cut(program, site, word, operands, result.tensors)
+            result, residual = evaluate(program, site, word, request, operands, self._residuals)
+            warn_of_cut(program, site, word, result.tensors)
         finally:
             self.interrupts.end()
             serve(())
         elapsed = time.perf_counter_ns() - start
         if residual is None:
             return result, None, elapsed
-        avals = () if word or residual.takes_absent else self._inexact(result.tensors)
-        return result, Kept(residual, request.remote, session.client_id, program.generation, avals), elapsed
+        return result, Kept(residual, request.remote, session.client_id, program.generation), elapsed
 
     def _minimize(
         self, program: Program, site: WorkerSite, op: tuple[Any, ...], operands: Sequence[Any]
@@ -104,10 +100,3 @@ class UsersCode:
         finally:
             self.interrupts.end()
             serve(())
-
-    def _inexact(self, results: Sequence[Any]) -> list[Aval]:
-        """Shapes and dtypes of what has a cotangent."""
-        return [aval for aval in map(self._engine.aval, results) if aval.dtype.is_inexact]
-
-    def _zeros(self, aval: Aval) -> Any:
-        return self._engine.adopt(Carrier(np.zeros(aval.shape, aval.dtype.carrier), aval.dtype, True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gradwire.site import Site
 from gradwire_wire.carriers import Aval
 from gradwire_wire.messages import KEEP_NOTHING
-from gradwire_wire.words import Word
+from gradwire_wire.words import Word, pulled_results
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
@@ -124,7 +124,7 @@ def parities(word: Word, operands: int) -> tuple[list[int], list[int] | None]:
         of_operands, of_results = parities(rest, operands - len(op[1]))
         return of_operands + [of_operands[i] for i in op[1]], of_results
     of_operands, of_results = parities(rest, operands - op[2])
-    cotangents = [1 ^ p for p in of_results or [0] * op[2]]
+    cotangents = [1 ^ p for p in ([0] * op[2] if of_results is None else pulled_results(op, of_results))]
     return of_operands + cotangents, [1 ^ of_operands[i] for i in op[1]]
 
 

@@ -33,7 +33,7 @@ from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP, KEEP_NOTHING, KEEP_ROWS
 from gradwire_wire.tensors import jax as tensors
-from gradwire_wire.words import linear_count, operands_of_function, result_avals
+from gradwire_wire.words import linear_count, operands_of_function, pullback_op, pulled_results, result_avals
 
 __all__ = ["bind", "ordered_effect", "primitive", "results_of"]
 
@@ -218,15 +218,15 @@ def _transpose(cotangents: Sequence[Any], *values: Any, derived: Derived) -> lis
     op, batches = word[at], word[at + 1 :]
     wanted = [j for j, x in enumerate(operands[fixed:]) if ad.is_undefined_primal(x)]
     if op[0] == "J":
-        turned: tuple[Any, ...] = ("T", tuple(op[1][j] for j in wanted), len(cotangents))
+        turned = pullback_op([op[1][j] for j in wanted], [type(c) is not ad.Zero for c in cotangents])
     else:
-        turned = ("J", op[1])
-    axes = [("V", v[1][:fixed] + (True,) * len(cotangents)) for v in batches]
+        turned = ("J", tuple(i for i, c in zip(op[1], cotangents, strict=True) if type(c) is not ad.Zero))
+    lines = [c for c in cotangents if type(c) is not ad.Zero]
+    axes = [("V", v[1][:fixed] + (True,) * len(lines)) for v in batches]
     new = replace(derived.then(turned, derived.token_ops), word=(*word[:at], turned, *axes))
-    lines = [ad.instantiate_zeros(c) for c in cotangents]
     results = bind(new, token, [*operands[:fixed], *lines])
     if op[0] == "T":
-        results = [results[j] for j in wanted]
+        results = [pulled_results(op, results)[j] for j in wanted]
     answers = [None] * len(values)
     for j, y in zip(wanted, results, strict=True):
         own = _sum_shared(y, [v[1][fixed + j] for v in batches])

@@ -29,6 +29,7 @@ from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import UnsupportedTensorError, UsageError
 from gradwire_wire.tensors import numpy as numpy_tensors
 from gradwire_wire.tensors.tensorflow import adopt, export
+from gradwire_wire.words import pullback_op
 
 __all__ = ["apply"]
 
@@ -278,13 +279,13 @@ def _pullback(
     found: list[Any] = [None] * len(operands)
     like = [operands[fn.word[-1][1][i]] if y is None else y for i, y in enumerate(results)]
     cotangents = [_dense(given.get(i), y) for i, y in enumerate(like) if _inexact(y)]
-    everything = [*operands, *cotangents]
+    everything = [*operands, *[c for c in cotangents if c is not None]]
     anchor = fn.site.anchored and 0 in watched
     # What an outer derivative will pull back again is not yet the loss.
     inner = is_inner(everything) if anchor and fn.site.accumulate else True
     wrt = tuple(i for i in sorted(watched) if _inexact(operands[i]) and (i or not anchor or not inner))
     if wrt:
-        pullback = fn.then(("T", wrt, len(cotangents)), accumulate=not inner)
+        pullback = fn.then(pullback_op(wrt, [c is not None for c in cotangents]), accumulate=not inner)
         every = _undecided(pullback, everything) if inner is None else apply(pullback, everything, kept)
         for i, c in zip(wrt, every, strict=True):
             found[i] = c
@@ -308,8 +309,6 @@ def _undecided(pullback: Derived, everything: Sequence[Any]) -> list[Any]:
 
 
 def _dense(cotangent: Any, like: Any) -> Any:
-    if cotangent is None:
-        return tf.zeros_like(like)
     if isinstance(cotangent, tf.IndexedSlices):
         return tf.math.unsorted_segment_sum(cotangent.values, cotangent.indices, tf.shape(like)[0])
     return cotangent

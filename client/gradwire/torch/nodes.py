@@ -31,6 +31,7 @@ from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP_ROWS
 from gradwire_wire.tensors.torch import aval, torch_dtype
+from gradwire_wire.words import pullback_op
 
 __all__ = ["apply", "is_quiet", "record", "records_nothing"]
 
@@ -263,21 +264,17 @@ def _pullback(ctx: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
     kept, *operands = _saved(ctx)
     found: list[Any] = [None] * len(operands)
     given = cotangents if ctx.inexact is None else [cotangents[i] for i in ctx.inexact]
-    absent = [k for k, c in enumerate(given) if c is None]
-    if len(absent) == len(given):
+    there = [c for c in given if c is not None]
+    if not there:
         return found
-    _refuse_legacy_batches(fn, given)
+    _refuse_legacy_batches(fn, there)
     anchored, needed = fn.site.anchored, ctx.needs_input_grad
     accumulate = anchored and fn.site.accumulate and _reaches_anchor(ctx)
     first = int(anchored and not accumulate)
     wrt = tuple([i for i in range(first, len(operands)) if needed[i + 1] and _inexact(operands[i])])
     if wrt:
-        pullback = fn.then(("T", wrt, len(given)), accumulate=accumulate)
-        if absent:
-            given = _filled(ctx, given, operands)
-            if not fn.word:
-                pullback.absent = [len(operands) + k for k in absent]
-        for i, c in zip(wrt, apply(pullback, (*operands, *given), kept), strict=True):
+        pullback = fn.then(pullback_op(wrt, [c is not None for c in given]), accumulate=accumulate)
+        for i, c in zip(wrt, apply(pullback, (*operands, *there), kept), strict=True):
             found[i] = c
     if anchored:
         found[0] = None  # what is accumulated is in the worker
@@ -301,17 +298,6 @@ def _reaches_anchor(ctx: Any) -> bool:
     """
     node = ctx.next_functions[0][0]
     return node is not None and _will_execute(node)
-
-
-def _filled(ctx: Any, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Cotangents of the results that have one, with zeros in place of None."""
-    places = range(len(cotangents)) if ctx.inexact is None else ctx.inexact
-    return [_zeros(ctx, i, operands) if c is None else c for i, c in zip(places, cotangents, strict=True)]
-
-
-def _zeros(ctx: Any, index: int, operands: Sequence[Any]) -> Any:
-    like = ctx.likes[index]
-    return zeros_like_result(ctx.fn, index, operands) if like is None else torch.zeros(like[0], dtype=like[1])
 
 
 def _tangent(ctx: Any, kept: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from gradwire.torch.tokens import holding_tensor, token_tensor
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP_ROWS
 from gradwire_wire.tensors.torch import aval, torch_dtype
+from gradwire_wire.words import pullback_op
 
 if TYPE_CHECKING:
     from gradwire.handle import Handle
@@ -246,6 +247,7 @@ def _refuse_forward_mode(compiled: bool) -> None:
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.call, ctx.word, *_, ctx.compiled, _, operands = inputs
     *results, kept = output
+    ctx.set_materialize_grads(False)
     ctx.differentiable = [i for i, y in enumerate(results) if y.is_floating_point() or y.is_complex()]
     ctx.save_for_backward(kept, *operands)
 
@@ -258,12 +260,13 @@ def _backward(ctx: Any, cotangents: Sequence[Any]) -> Any:
     needed = ctx.needs_input_grad[7]
     wrt = tuple(i for i, x in enumerate(operands) if needed[i] and (x.is_floating_point() or x.is_complex()))
     given = [cotangents[i] for i in ctx.differentiable]
-    if wrt:
-        word = (*ast.literal_eval(ctx.word), ("T", wrt, len(given)))
+    there = [c for c in given if c is not None]
+    if wrt and there:
+        word = (*ast.literal_eval(ctx.word), pullback_op(wrt, [c is not None for c in given]))
         accumulate = site.anchored and site.accumulate and needed[0]
         keep = int(torch.is_grad_enabled())
         every = operator(site.stateful)(
-            ctx.call, repr(word), len(word) - 1, accumulate, keep, ctx.compiled, kept, [*operands, *given]
+            ctx.call, repr(word), len(word) - 1, accumulate, keep, ctx.compiled, kept, [*operands, *there]
         )
         for i, c in zip(wrt, every, strict=False):
             found[i] = c

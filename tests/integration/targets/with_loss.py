@@ -119,3 +119,46 @@ def make_failing():
             return Second.apply(super().forward(x).sum(), self.nth)
 
     return Failing(3, 1)
+
+
+def make_torch_beside_a_cusp():
+    """The other results have an infinite derivative here, and one by a weight that the loss does not know."""
+    import torch
+
+    class BesideACusp(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+            self.v = torch.nn.Parameter(torch.tensor([3.0]))
+
+        def forward(self, x):
+            return {"cusp": (0 * self.w).sum().sqrt(), "loss": ((self.w * x) ** 2).sum(), "other": 2 * self.v}
+
+    return BesideACusp()
+
+
+def make_jax_beside_a_cusp():
+    import jax.numpy as jnp
+
+    def apply(params, x):
+        w, v = params["w"], params["v"]
+        return {"cusp": jnp.sqrt((0 * w).sum()), "loss": ((w * x) ** 2).sum(), "other": 2 * v}
+
+    return apply, {"w": jnp.array([1.0, 2.0]), "v": jnp.array([3.0])}
+
+
+def make_keras_beside_a_cusp():
+    import keras
+    import tensorflow as tf
+
+    class BesideACusp(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.w = self.add_weight(shape=(2,), initializer=lambda *_, **__: tf.constant([1.0, 2.0]), name="w")
+            self.v = self.add_weight(shape=(1,), initializer=lambda *_, **__: tf.constant([3.0]), name="v")
+
+        def call(self, x):
+            cusp = tf.reduce_sum(tf.math.log(0 * self.w + 1e-45) * 0 / (0 * self.w))
+            return {"cusp": cusp, "loss": tf.reduce_sum((self.w * x) ** 2), "other": 2 * self.v}
+
+    return BesideACusp()

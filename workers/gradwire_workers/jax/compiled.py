@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gradwire_workers.jax.functions import Signature, Traced
-from gradwire_workers.jax.words import adjoint, derived, is_inexact, pullback_of
+from gradwire_workers.jax.words import adjoint, derived, is_inexact, pullback_of, whole
 
 __all__ = ["KeepPlan", "RunPlan"]
 
@@ -55,7 +55,8 @@ class Leaf(NamedTuple):
 class KeepPlan:
     """The forward of ``word`` with its pullback kept; with ``axes``, of a batch whose rows each keep theirs.
 
-    The forward is traced at its first call, which fixes ``_treedef`` and ``_places`` of the closure.
+    The forward is traced at its first call, which fixes ``_treedef`` and ``_places`` of the closure, and what the results are like
+    that it takes cotangents of (``_inexact``).
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class KeepPlan:
         self._forward = jax.jit(self._evaluate)
         self._pullbacks: dict[Any, Callable[..., Any]] = {}
         self._treedef: Any = None
+        self._inexact: list[Any] = []
         self._places: list[Leaf] = []
         self._nbytes: int | None = None
 
@@ -88,21 +90,21 @@ class KeepPlan:
 
     def pull(
         self,
-        wrt: tuple[int, ...],
+        op: tuple[Any, ...],
         leaves: list[Any],
         linear: Sequence[Any],
         axes: tuple[bool, ...] | None = None,
     ) -> list[Any]:
-        """Cotangents of the operands ``wrt``; ``axes``: which cotangents have a batch's leading axis.
+        """The pullback's results; ``axes``: which cotangents have a batch's leading axis.
 
         That of the forward, where it is a batch; else one forward serves all rows.
         """
-        compiled = self._pullbacks.get((wrt, axes))
+        compiled = self._pullbacks.get((op, axes))
         if compiled is None:
-            compiled = self._pullbacks[wrt, axes] = jax.jit(self._pullback(wrt, axes))
+            compiled = self._pullbacks[op, axes] = jax.jit(self._pullback(op, axes))
         bars = compiled(leaves, tuple(linear))
         _wait_ready(self._function, bars)
-        return list(bars) if self._word else unused_as_none(self._function, wrt, bars)
+        return list(bars) if self._word else unused_as_none(self._function, op[1], bars)
 
     def _evaluate(self, consts: list[Any], operands: tuple[Any, ...]) -> Any:
         call = self._function.call if self._word or self.axes is not None else self._function.forward
@@ -114,12 +116,14 @@ class KeepPlan:
     def _keep(self, function: Any, consts: list[Any], *operands: Any) -> tuple[Any, list[Any]]:
         aside = 0 if self._word or self.axes is not None else self._function.moves
         results, pullback = pullback_of(function, operands, aside)
+        moving = results[: len(results) - aside]
+        self._inexact = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in moving if is_inexact(r)]
         leaves, self._treedef = jax.tree_util.tree_flatten(pullback)
         own: list[Any] = []
         self._places = [_place_of(leaf, operands, results, consts, own) for leaf in leaves]
         return results, own
 
-    def _pullback(self, wrt: tuple[int, ...], axes: Any) -> Callable[..., Any]:
+    def _pullback(self, op: tuple[Any, ...], axes: Any) -> Callable[..., Any]:
         shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self._signature]
         order = [i for i, x in enumerate(shapes) if is_inexact(x)]
 
@@ -127,9 +131,10 @@ class KeepPlan:
             rest = iter(leaves)
             closure = [leaf.at if leaf.place == LITERAL else next(rest) for leaf in self._places]
             pullback = jax.tree_util.tree_unflatten(self._treedef, closure)
-            bars = dict(zip(order, pullback(tuple(map(adjoint, cotangents)))))
+            every = whole(op, list(map(adjoint, cotangents)), self._inexact)
+            bars = dict(zip(order, pullback(every)))
             return tuple(
-                adjoint(bars[i]) if i in bars else jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in wrt
+                adjoint(bars[i]) if i in bars else jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in op[1]
             )
 
         if axes is None:

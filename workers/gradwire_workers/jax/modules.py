@@ -197,7 +197,7 @@ class Owned(Residual):
             tensors, further = inner.derive(plain, linear, keep=keep, accumulate=False)
             return tensors, None if further is None else self._further(further)
         if keep:  # what is kept is the caller's pullback alone, whose results are what its derivative moves
-            (own,) = shifted((("T", (), op[2]),), count, True)
+            (own,) = shifted((("T", (), *op[2:]),), count, True)
             bars, _ = inner.derive(own, linear, keep=False, accumulate=False)
             tensors, further = inner.derive(plain, linear, keep=True, accumulate=False)
         else:
@@ -279,7 +279,7 @@ class Unlifted(Owned):
         found = super().derive(op, linear, keep=keep, accumulate=False)
         if accumulate and op[0] == "T":
             names, values = self._again.lifted
-            word = shifted((*self._word, ("T", (), op[2])), len(names), True)
+            word = shifted((*self._word, ("T", (), *op[2:])), len(names), True)
             bars = self._again.run(self._site, word, [*values, *self._operands, *linear]).tensors
             self._store.accumulate(names, bars)
         return found

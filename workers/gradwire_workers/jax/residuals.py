@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from gradwire_workers.jax.compiled import KeepPlan
-from gradwire_workers.jax.words import adjoint, is_inexact
+from gradwire_workers.jax.words import adjoint, is_inexact, takes_zeros, whole
 from gradwire_workers.program import Program, Residual, WorkerSite
 
 __all__ = ["Compiled", "Interpreted", "Recomputed"]
@@ -93,9 +93,9 @@ class Compiled(Recomputed):
     def derive(
         self, op: tuple[Any, ...], linear: Sequence[Any], *, keep: bool, accumulate: bool
     ) -> tuple[list[Any], Residual | None]:
-        if op[0] == "T" and not keep and self._plan.axes is None:
+        if self._has_pullback(op) and not keep and self._plan.axes is None:
             try:
-                return self._plan.pull(op[1], self._leaves, linear), None
+                return self._plan.pull(op, self._leaves, linear), None
             except Exception as error:
                 del error  # the closure moves every operand; the one asked for may have a pullback by itself
         return super().derive(op, linear, keep=keep, accumulate=accumulate)
@@ -103,19 +103,24 @@ class Compiled(Recomputed):
     def derive_rows(
         self, op: tuple[Any, ...], axes: tuple[bool, ...], linear: Sequence[Any], rows: np.ndarray
     ) -> list[Any] | None:
-        if op[0] == "T" and self._whole_batch(axes, linear, rows):
-            return self._plan.pull(op[1], self._leaves, linear, tuple(axes[len(axes) - len(linear) :]))
+        if self._has_pullback(op) and self._whole_batch(axes, linear, rows):
+            return self._plan.pull(op, self._leaves, linear, tuple(axes[len(axes) - len(linear) :]))
         return super().derive_rows(op, axes, linear, rows)
 
     def derive_batch(
         self, op: tuple[Any, ...], mapped: tuple[bool, ...], linear: Sequence[Any]
     ) -> list[Any] | None:
-        if op[0] == "T" and self._plan.axes is None:
+        if self._has_pullback(op) and self._plan.axes is None:
             try:
-                return self._plan.pull(op[1], self._leaves, linear, tuple(mapped))
+                return self._plan.pull(op, self._leaves, linear, tuple(mapped))
             except Exception as error:
                 del error  # as in `derive`
         return super().derive_batch(op, mapped, linear)
+
+    @staticmethod
+    def _has_pullback(op: tuple[Any, ...]) -> bool:
+        """Whether this is one that the closure gives: of some results alone only where it takes no zeros for the others."""
+        return op[0] == "T" and (len(op) == 3 or takes_zeros())
 
 
 class Interpreted(Recomputed):
@@ -143,7 +148,7 @@ class Interpreted(Recomputed):
     ) -> tuple[list[Any], Residual | None]:
         if keep:
             return super().derive(op, linear, keep=keep, accumulate=accumulate)
-        made = self._pulled(op[1], linear) if op[0] == "T" else self._pushed(op[1], linear)
+        made = self._pulled(op, linear) if op[0] == "T" else self._pushed(op[1], linear)
         return jax.block_until_ready(made), None
 
     def derive_batch(
@@ -151,9 +156,10 @@ class Interpreted(Recomputed):
     ) -> list[Any] | None:
         return None
 
-    def _pulled(self, wrt: tuple[int, ...], cotangents: Sequence[Any]) -> list[Any]:
-        bars = self._pullback(tuple(adjoint(jax.numpy.asarray(c)) for c in cotangents))
-        return [adjoint(bars[self._positions[i]]) if i in self._positions else None for i in wrt]
+    def _pulled(self, op: tuple[Any, ...], cotangents: Sequence[Any]) -> list[Any]:
+        given = [adjoint(jax.numpy.asarray(c)) for c in cotangents]
+        bars = self._pullback(whole(op, given, self._cotangents))
+        return [adjoint(bars[self._positions[i]]) if i in self._positions else None for i in op[1]]
 
     def _pushed(self, wrt: tuple[int, ...], tangents: Sequence[Any]) -> list[Any]:
         """The tangent is the transpose of the pullback, in JAX's convention for both."""

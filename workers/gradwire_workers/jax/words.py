@@ -7,15 +7,17 @@ on top of that pullback is then right by itself, at any order.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Callable, Sequence, Tuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
 
-from gradwire_wire.errors import ProtocolError
+from gradwire_wire.words import pulled_results
 
-__all__ = ["Function", "adjoint", "derived", "is_inexact", "pullback_of"]
+__all__ = ["Function", "adjoint", "derived", "is_inexact", "pullback_of", "takes_zeros", "whole"]
 
 Function = Callable[..., Tuple[Any, ...]]
 
@@ -26,7 +28,7 @@ def derived(function: Function, word: Sequence[tuple[Any, ...]]) -> Function:
         if op[0] == "J":
             function = partial(_tangent, function, op[1])
         elif op[0] == "T":
-            function = partial(_pullback, function, op[1], op[2])
+            function = partial(_pullback, function, op)
         elif op[0] == "P":
             function = partial(_primal, function, op[1])
         else:
@@ -81,6 +83,28 @@ def pullback_of(
     return tuple(next(streams[kind]) for kind in kinds), pullback
 
 
+@lru_cache(maxsize=1)
+def takes_zeros() -> bool:
+    """Whether a pullback of this JAX takes `ad.Zero` for a cotangent, as its own transformations have it, and so computes nothing by it."""
+    pullback = jax.vjp(lambda x: (x, x), np.float32(1))[1]
+    try:
+        pullback((np.float32(1), _zero(jax.ShapeDtypeStruct((), np.float32))))
+    except Exception:
+        return False
+    return True
+
+
+def whole(op: tuple[Any, ...], cotangents: Sequence[Any], like: Sequence[Any]) -> tuple[Any, ...]:
+    """One for each inexact result. like: their shapes and dtypes. See `takes_zeros`; zeros in an older JAX."""
+    given = dict(zip(pulled_results(op, range(len(like))), cotangents))
+    fill = _zero if takes_zeros() else lambda x: jnp.zeros(x.shape, x.dtype)
+    return tuple(given[k] if k in given else fill(x) for k, x in enumerate(like))
+
+
+def _zero(like: Any) -> Any:
+    return ad.Zero(jax.core.ShapedArray(like.shape, like.dtype))
+
+
 def _nothing(_: tuple[Any, ...]) -> tuple[Any, ...]:
     return ()
 
@@ -115,13 +139,15 @@ def _primal(function: Function, wrt: tuple[int, ...], *operands: Any) -> tuple[A
     return pullback_of(function, operands, wrt=wrt)[0]
 
 
-def _pullback(function: Function, wrt: tuple[int, ...], count: int, *operands: Any) -> tuple[Any, ...]:
-    primals, cotangents = operands[: len(operands) - count], operands[len(operands) - count :]
+def _pullback(function: Function, op: tuple[Any, ...], *operands: Any) -> tuple[Any, ...]:
+    at, wrt = len(operands) - op[2], op[1]
+    primals, cotangents = operands[:at], operands[at:]
     moving = [i for i in wrt if is_inexact(primals[i])]
     bars: dict[int, Any] = {}
     if moving:
-        results, pullback = jax.vjp(_along(function, primals, moving), *(primals[i] for i in moving))
-        if len(results) != count:
-            raise ProtocolError(f"{count} cotangents for {len(results)} inexact results")
+        along = _along(function, primals, moving)
+        _, pullback = jax.vjp(
+            lambda *values: tuple(pulled_results(op, along(*values))), *(primals[i] for i in moving)
+        )
         bars = dict(zip(moving, map(adjoint, pullback(tuple(map(adjoint, cotangents))))))
     return tuple(bars[i] if i in bars else jnp.zeros_like(primals[i]) for i in wrt)

@@ -11,13 +11,13 @@ from gradwire_wire.dtypes import DType, dtype_named
 from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import fill, fill_leaves_only, flatten, leaves_like, positional_count
 from gradwire_wire.tensors.numpy import adopt, aval
-from gradwire_wire.words import result_avals
+from gradwire_wire.words import pulled_results, result_avals
 from gradwire_workers.program import WorkerSite
 
 __all__ = ["Call", "Pullback", "ShapeDtype", "copied", "filled", "rows_of"]
 
-Pullback = Callable[[Sequence[Any]], List[Any]]
-"""From cotangents of the inexact results to those of all operands, None where one is not used."""
+Pullback = Callable[[Tuple[Any, ...], Sequence[Any]], List[Any]]
+"""From the operation, whose ``wrt`` is not looked at, and its cotangents to those of all operands, None where one is not used."""
 
 Pulled = Tuple[List[Any], Pullback, List[Pullback]]
 """Results, their pullback, and for a batch the pullback of each row."""
@@ -66,7 +66,7 @@ class Call:
         primals, linear = operands[:count], operands[count:]
         if op[0] == "J":
             return self.jvp(inner, primals, dict(zip(op[1], linear)))
-        bars = self.vjp(inner, primals)[1](linear)
+        bars = self.vjp(inner, primals)[1](op, linear)
         return [bars[i] for i in op[1]]
 
     def _batch(self, inner: tuple[Any, ...], axes: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
@@ -113,8 +113,8 @@ class Call:
         results, structure = self._results(out), self.structure
         keywords = bool(flatten(kwargs, _is_array)[1])
 
-        def pullback(cotangents: Sequence[Any]) -> list[Any]:
-            given = iter(cotangents)
+        def pullback(op: tuple[Any, ...], cotangents: Sequence[Any]) -> list[Any]:
+            given = iter(_one_each(op, cotangents, [y for y in results if _is_inexact(y)]))
             out_bar = fill(structure, [next(given) if _is_inexact(y) else None for y in results])
             args_bar, kwargs_bar = pull(out_bar, kwargs=True) if keywords else (pull(out_bar), None)
             _check_one_each(args_bar, len(args))
@@ -140,8 +140,8 @@ class Call:
         else:
             results = self._empty(word[:-1], axes, operands)
 
-        def pullback(cotangents: Sequence[Any]) -> list[Any]:
-            bars = [copied(pull([c[r, ...] for c in cotangents])) for r, pull in enumerate(rows)]
+        def pullback(op: tuple[Any, ...], cotangents: Sequence[Any]) -> list[Any]:
+            bars = [copied(pull(op, [c[r, ...] for c in cotangents])) for r, pull in enumerate(rows)]
             return [_gathered([row[i] for row in bars], mapped, operands[i]) for i, mapped in enumerate(axes)]
 
         return results, pullback, rows
@@ -203,6 +203,12 @@ class Call:
 def filled(bars: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Cotangents with zeros in place of None."""
     return [np.zeros_like(x) if bar is None else bar for bar, x in zip(bars, like)]
+
+
+def _one_each(op: tuple[Any, ...], cotangents: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """A cotangent for each inexact result; zeros where the pullback has none, for the target's own rule wants them all."""
+    given = dict(zip(pulled_results(op, range(len(results))), cotangents))
+    return [given[k] if k in given else np.zeros_like(y) for k, y in enumerate(results)]
 
 
 def rows_of(axes: Sequence[bool], operands: Sequence[Any], length: int | None = None) -> Iterator[list[Any]]:

@@ -112,7 +112,7 @@ class NumpyResidual(Residual):
         if op[0] == "J" or self._pullback is None:
             with _as_at(self._begun):
                 return self._call.evaluate(word, [*self._operands, *linear]), further
-        bars = self._pullback(linear)
+        bars = self._pullback(op, linear)
         return [bars[i] for i in op[1]], further
 
     def derive_rows(
@@ -126,7 +126,7 @@ class NumpyResidual(Residual):
         mapped = axes[len(axes) - len(linear) :]
         found = []
         for row, cotangents in zip(numbers, rows_of(mapped, linear, len(numbers))):
-            bars = self._rows[row](cotangents)
+            bars = self._rows[row](op, cotangents)
             like = [x[row, ...] if m else x for x, m in zip(self._operands, self._word[-1][1])]
             found.append(copied(filled([bars[i] for i in op[1]], [like[i] for i in op[1]])))
         return [np.stack(bars) for bars in zip(*found)]

@@ -18,7 +18,16 @@ from gradwire_wire.errors import ResidualLostError
 from gradwire_workers.program import Residual
 from gradwire_workers.tensorflow.graphs import READS, Traced, node_of
 from gradwire_workers.tensorflow.replays import NotReplayable, Replay, what_to_save
-from gradwire_workers.tensorflow.words import Function, derived, is_inexact, of_rows, outermost, pull, push
+from gradwire_workers.tensorflow.words import (
+    Function,
+    derived,
+    is_inexact,
+    of_rows,
+    outermost,
+    pull,
+    pulled_from,
+    push,
+)
 
 __all__ = ["Keeping", "Replayed", "Taped", "taped"]
 
@@ -293,7 +302,7 @@ class Taped(Residual):
         if op[0] == "J":
             return push(self._tape, self._results, wrt, linear)
         variables = self._owner.trainable_values() if accumulate else ()
-        return pull(self._tape, self._results, [*wrt, *variables], linear)
+        return pull(self._tape, pulled_from(op, self._results), [*wrt, *variables], linear)
 
     def _accumulated(self, found: list[Any], count: int, accumulate: bool) -> list[Any]:
         if not accumulate:

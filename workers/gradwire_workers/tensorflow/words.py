@@ -11,9 +11,10 @@ from typing import Any, Callable, List, Sequence
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
+from gradwire_wire.words import pulled_results
 from gradwire_workers.tensorflow.graphs import Traced
 
-__all__ = ["Function", "derived", "is_inexact", "of_rows", "outermost", "pull", "push"]
+__all__ = ["Function", "derived", "is_inexact", "of_rows", "outermost", "pull", "pulled_from", "push"]
 
 Function = Callable[..., List[Any]]
 
@@ -56,7 +57,7 @@ def _derive(
             tape.watch([x for x in wrt if is_inexact(x)])
             results = function(*primals)
         sources = [*wrt, *(variables() if variables is not None else ())]
-        found = pull(tape, results, sources, cotangents)
+        found = pull(tape, pulled_from(op, results), sources, cotangents)
         return [tf.zeros_like(x) if g is None else g for x, g in zip(sources, found)] if zeros else found
 
     def tangent(*operands: Any) -> list[Any]:
@@ -76,6 +77,11 @@ def _derive(
 def _split(operands: Sequence[Any], linear: int) -> tuple[Sequence[Any], Sequence[Any]]:
     at = len(operands) - linear
     return operands[:at], operands[at:]
+
+
+def pulled_from(op: tuple[Any, ...], results: Sequence[Any]) -> list[Any]:
+    """The results that the pullback's cotangents belong to."""
+    return pulled_results(op, [y for y in results if is_inexact(y)])
 
 
 def pull(tape: Any, results: Sequence[Any], sources: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
@@ -126,8 +132,9 @@ def of_rows(function: Function, op: tuple[Any, ...]) -> Function:
         if op[0] == "J":
             derive = _pusher(tape, results, wrt)
         else:
+            targets = pulled_from(op, results)
             derive = lambda row: [  # noqa: E731
-                tf.zeros_like(x) if g is None else g for g, x in zip(pull(tape, results, wrt, row), wrt)
+                tf.zeros_like(x) if g is None else g for g, x in zip(pull(tape, targets, wrt, row), wrt)
             ]
         return list(
             tf.vectorized_map(lambda row: tuple(derive(row)), tuple(lines), fallback_to_while_loop=False)

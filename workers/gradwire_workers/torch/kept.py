@@ -11,6 +11,7 @@ import torch
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ResidualLostError, UsageError
+from gradwire_wire.words import pulled_results
 from gradwire_workers.program import Residual
 from gradwire_workers.torch.tape import filled, is_inexact, leaves_of, pull, push
 
@@ -48,7 +49,6 @@ class Kept(Residual):
         "nbytes",
         "within",
     )
-    takes_absent = True
 
     def __init__(
         self,
@@ -140,6 +140,7 @@ class Kept(Residual):
         try:
             if op[0] == "J":
                 return push(ys, wrt, linear, create_graph=keep, rows=rows)
+            ys = pulled_results(op, ys)
             return pull(ys, wrt, linear, create_graph=keep, parameters=parameters, rows=rows)
         except RuntimeError as error:
             if "sparse tensors" in str(error):

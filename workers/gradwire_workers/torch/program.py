@@ -18,7 +18,7 @@ from gradwire_workers.program import Program, Result, Runner, WorkerSite
 from gradwire_workers.torch import hooks, shapes, state
 from gradwire_workers.torch.kept import ZERO, Kept, KeptRows, is_of_earlier_calls, nodes_made, saved_nbytes
 from gradwire_workers.torch.optimizers import TorchOptimizer
-from gradwire_workers.torch.tape import evaluate, leaves_of, row_operands
+from gradwire_workers.torch.tape import add_gradient, evaluate, leaves_of, row_operands
 
 __all__ = ["TorchFlat", "TorchProgram"]
 
@@ -198,6 +198,21 @@ class TorchProgram(Program):
         kept.measure = partial(self._nbytes, word, leaves, whole, has_hooks)
         kept.accumulates = site.accumulate
         return _result(site, word, results, flat.structure), kept
+
+    def add_gradient(
+        self, site: WorkerSite, operands: Sequence[Any], place: Callable[[Result], int]
+    ) -> Result:
+        """On torch's own tape parameters need no anchor, and what is not pulled back again is not kept."""
+        flat, operands, here = self._flat(site), self.place(operands), nodes_made()
+        if site.seed is None and torch.is_grad_enabled():
+            results = flat(*operands)
+        else:
+            with _random(site.seed, self._device), torch.enable_grad():
+                results = flat(*operands)
+        self._check_of_this_call(site, results, here)
+        result = _result(site, (), results, flat.structure)
+        add_gradient(results[place(result)], self.trainable())
+        return result
 
     def _check_of_this_call(self, site: WorkerSite, results: Sequence[Any], here: int) -> None:
         """UsageError if the results depend on the graph of an earlier call, in the first calls of each tree and mode.

@@ -25,9 +25,20 @@ from torch.overrides import has_torch_function
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import torch_dtype, wire_dtype
+from gradwire_wire.words import pulled_results
 from gradwire_workers.torch import hooks
 
-__all__ = ["entered", "evaluate", "filled", "is_inexact", "leaves_of", "pull", "push", "row_operands"]
+__all__ = [
+    "add_gradient",
+    "entered",
+    "evaluate",
+    "filled",
+    "is_inexact",
+    "leaves_of",
+    "pull",
+    "push",
+    "row_operands",
+]
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _autograd_grad = torch.autograd.grad
@@ -125,6 +136,7 @@ def evaluate(
     wrt = [operands[i] for i in op[1]]
     if op[0] == "J":
         return push(results, wrt, operands[count:], create_graph=create_graph)
+    results = pulled_results(op, results)
     grads = pull(results, wrt, operands[count:], create_graph=create_graph, parameters=parameters)
     return grads if outermost and not batches else filled(grads, wrt)
 
@@ -199,10 +211,9 @@ def pull(
 ) -> list[Any]:
     """Cotangents of ``wrt`` (None where unused), and gradients added to ``parameters``. Keeps the graph.
 
-    cotangents: None where nothing leads to that result. rows: they are rows of cotangents, and so is what comes out; no
-    parameters then.
+    rows: these are rows of cotangents, and so is what comes out; no parameters then.
     """
-    pairs = [(y, c) for y, c in zip(results, cotangents) if c is not None and y.requires_grad]
+    pairs = [(y, c) for y, c in zip(results, cotangents) if y.requires_grad]
     inputs = [x for x in wrt if x.requires_grad]
     if not pairs or not (inputs or parameters):
         return [None] * len(wrt)
@@ -260,6 +271,17 @@ def _accumulating_grad(ys: Any, leaves: Sequence[Any], cts: Any, parameters: Seq
     for x in leaves:
         x.grad = None
     return grads
+
+
+def add_gradient(loss: Any, parameters: Sequence[Any]) -> None:
+    """That of a real number to the parameters' own, as ``loss.backward()`` does. Frees the graph."""
+    if not loss.requires_grad or not parameters:
+        return
+    ys, cts, inputs = (loss,), (torch.ones_like(loss),), tuple(parameters)
+    if _is_plain(ys, cts, inputs):
+        _run_engine(ys, cts, False, False, inputs, True, True)
+    else:
+        torch.autograd.backward(ys, cts, inputs=inputs)
 
 
 def _accumulate(p: Any, grad: Any) -> None:
