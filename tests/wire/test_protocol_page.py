@@ -263,6 +263,7 @@ def test_words() -> None:
     assert forms == [
         '["J", wrt]',
         '["T", wrt, m]',
+        '["T", wrt, m, of]',
         '["P", wrt]',
         '["V", axes]',
         '["M", optimizer, clip_norm]',
