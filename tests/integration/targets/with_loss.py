@@ -154,7 +154,9 @@ def make_keras_beside_a_cusp():
     class BesideACusp(keras.Model):
         def __init__(self):
             super().__init__()
-            self.w = self.add_weight(shape=(2,), initializer=lambda *_, **__: tf.constant([1.0, 2.0]), name="w")
+            self.w = self.add_weight(
+                shape=(2,), initializer=lambda *_, **__: tf.constant([1.0, 2.0]), name="w"
+            )
             self.v = self.add_weight(shape=(1,), initializer=lambda *_, **__: tf.constant([3.0]), name="v")
 
         def call(self, x):
