@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import copy
 import dataclasses
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import types
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserList, defaultdict, namedtuple
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -280,10 +281,40 @@ class Image:
     __array_interface__ = np.zeros((2, 2), "u1").__array_interface__
 
 
+class Settings:
+    """As those of configuration libraries: with keys, and no Mapping."""
+
+    def keys(self) -> list[str]:
+        return ["layers"]
+
+    def __getitem__(self, key: str) -> int:
+        return 3
+
+
+class Column:
+    """As a table's, with text in it."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(["a", "b"], object)
+
+    def tolist(self) -> list[str]:
+        return ["a", "b"]
+
+    def keys(self) -> list[int]:
+        return [0, 1]
+
+
 @pytest.mark.parametrize(
     ("value", "instead"),
     [
         (Image(), "send numpy.asarray(x)"),
+        (Column(), "send x.tolist()"),
+        (Settings(), "send dict(x)"),
+        (UserList([1]), "send list(x)"),
+        (types.SimpleNamespace(a=1), "send vars(x)"),
+        (argparse.Namespace(a=1), "send vars(x)"),
+        (np.float32, "send its name, a str, and look it up on the other side"),
+        (np.dtype("int8"), "send its name, a str, and look it up on the other side"),
         (array.array("d", [1, 2]), "send numpy.asarray(x)"),
         (array.array("d"), "send numpy.asarray(x)"),
         (pathlib.Path("/a"), "send os.fspath(x)"),
@@ -305,11 +336,11 @@ def test_what_cannot_be_sent_is_told_what_can(value: Any, instead: str) -> None:
     [
         ("keras.src.backend.common.keras_tensor", "KerasTensor", r"keras\.layers\.Lambda"),
         ("torch.fx.proxy", "Proxy", r"torch\.fx\.wrap"),
+        ("transformers.cache_utils", "DynamicCache", "use_cache=False"),
     ],
 )
-def test_what_stands_for_a_tensor_while_a_model_is_built_or_traced_is_told_where_a_call_may_be(
-    module: str, name: str, place: str
-) -> None:
+def test_what_does_not_tell_by_itself_is_told_by_its_name(module: str, name: str, place: str) -> None:
+    """Such as what stands for a tensor while a model is built or traced: where a call may be."""
     has_everything = {"__module__": module, "__getattr__": lambda x, name: x}
     with pytest.raises(UnsupportedTensorError, match=place):
         flatten([type(name, (), has_everything)()], is_tensor)

@@ -40,8 +40,8 @@ class Module(Fixed):
     over the same remote is in. It begins in the remote's mode.
 
     Parts: they only hold parameters, and are never called. So a part cannot be replaced by another module. Parts are of none of
-    torch's classes either: what looks for `nn.BatchNorm2d` or `nn.Linear` among ``modules()`` (``swa_utils.update_bn``, or
-    ``apply`` with an initialisation) finds none. Do that in the factory.
+    torch's classes either: what looks for `nn.BatchNorm2d` or `nn.Linear` among ``modules()`` (``swa_utils.update_bn``, ``apply`` with an
+    initialisation, attributions that hook each activation, as DeepLift does) finds none, and goes on without. Do that in the worker.
 
     Dtypes: tensors and parameters are sent in the dtypes that they have. ``torch.autocast`` has no effect inside of a remote call,
     since it acts on torch's operations, and those are made in another process. Convert the module (``.to(dtype)``) or the inputs,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import struct
-from array import array
 from collections import OrderedDict
-from enum import Enum
 from functools import lru_cache
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable
 
 import msgpack
 import numpy as np
 
 from gradwire_wire.errors import ProtocolError, UnsupportedTensorError, UsageError
+from gradwire_wire.structures.advice import instead_of
 from gradwire_wire.structures.format import (
     COMPLEX,
     DATACLASS,
@@ -162,7 +160,7 @@ class _Flattener:
             x,
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent. Trees may hold dict, list, tuple, namedtuple, "
             "dataclass, OrderedDict, None, bool, int, float, complex, str, bytes, numpy scalars and tensors; "
-            f"{_instead_of(x)}",
+            f"{instead_of(x)}",
         )
 
     def record(self, x: Any) -> list[Any]:
@@ -186,63 +184,6 @@ _NUMBERS = (int, float, complex)
 
 AS_TUPLES: set[type] = set()
 """Subclasses of tuple that travel as tuples: each framework's file adds its own."""
-
-
-_SYMBOLS = {
-    "keras.KerasTensor": "it stands for a tensor of a Keras model that is being built: call the remote function in a layer, "
-    "keras.layers.Lambda(remote) or a keras.Layer whose call() does (a module with weights: gw.keras.Layer(remote))",
-    "torch.Proxy": "it stands for a tensor while torch.fx traces a program: make the module that calls the remote function a leaf "
-    "(torch.fx.Tracer.is_leaf_module), or give torch.fx.wrap a function that does",
-}
-"""What frameworks trace programs with, by package and class, and how a remote call becomes a part of these."""
-
-
-def _instead_of(x: Any) -> str:
-    """What to do about a value that cannot be sent."""
-    symbol = _SYMBOLS.get(f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}")
-    if symbol is not None:  # it says of whatever it is asked for that it has it
-        return symbol
-    if hasattr(x, "as_list") and hasattr(x, "rank"):
-        return "a shape can be sent as x.as_list()"
-    if _shows_an_array(x) and _is_array_like(x):
-        return "send numpy.asarray(x)"
-    for dense in ("toarray", "todense"):  # scipy's sparse ones, and JAX's
-        if hasattr(type(x), dense):
-            return f"send x.{dense}(), or its parts"
-    for pure in ("unfreeze", "to_pure_dict"):  # Flax's, whose dict() has more of them inside
-        if hasattr(type(x), pure):
-            return f"send x.{pure}()"
-    if isinstance(x, Enum):
-        return "send x.value"
-    if isinstance(x, os.PathLike):
-        return "send os.fspath(x)"
-    if isinstance(x, Mapping):
-        return "send dict(x)"
-    for plain in (int, float, complex, str, bytes, tuple, list):
-        if isinstance(x, plain):
-            return f"send {plain.__name__}(x)"
-    if isinstance(x, Iterable) and type(x).__module__ in ("builtins", "collections"):
-        return "send list(x)"
-    if hasattr(x, "__await__"):
-        return "await it, and send what it gives"
-    if hasattr(x, "add_done_callback"):
-        return "it will have a result: wait for that (.result()), or make the call by .submit(...), which takes futures"
-    if callable(x):
-        return "what is called stays in its process: load it there by worker.function(...), what a factory makes by worker.module(...)"
-    return "convert it, or make it inside the worker"
-
-
-def _shows_an_array(x: Any) -> bool:
-    """By numpy's protocols, as Pillow's images do, or as a buffer, as array.array does."""
-    return any(hasattr(type(x), name) for name in ("__array__", "__array_interface__")) or type(x) is array
-
-
-def _is_array_like(x: Any) -> bool:
-    """Whether numpy makes a plain array of it. (A symbolic tensor says so, and refuses.)"""
-    try:
-        return bool(np.asarray(x).dtype.kind in "biufc")
-    except Exception:
-        return False
 
 
 @lru_cache(maxsize=64)
