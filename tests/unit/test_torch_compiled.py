@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradwire.torch
 from gradwire.site import Site, SpecResult
@@ -151,6 +152,40 @@ def test_sizes_that_seem_to_follow_are_fixed(remote: Callable[..., Remote], g: F
     compiled = whole(lambda x: r(x) / r(x).shape[0], dynamic=True)
     for n in (8, 9, 200):
         equal(compiled(double(n)), g(double(n)) / g(double(n)).shape[0])
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        lambda y: y.reshape(-1) * 1,
+        lambda y: y.flatten(),
+        lambda y: y.as_strided((2,), (1,)) + 0,
+        lambda y: y.stride(),
+    ],
+    ids=["reshape", "flatten", "as_strided", "strides"],
+)
+def test_r13_results_have_the_strides_that_the_graph_was_told(
+    g: Function, remote: Callable[..., Remote]
+) -> None:
+    """A pointwise target gives a transposed argument, or one with channels last, back as such a result."""
+    r = remote(torch.exp)
+    compiled = whole(lambda x: g(r(x)))
+    for x in (double(2, 3).t(), double(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        expected = g(torch.exp(x).contiguous())
+        equal(compiled(x), expected)
+        if isinstance(expected, torch.Tensor):
+            weights = double(*expected.shape, seed=1)
+            found, wanted = x.clone().requires_grad_(), x.contiguous().requires_grad_()
+            (compiled(found) * weights).sum().backward()
+            (g(torch.exp(wanted)) * weights).sum().backward()
+            equal(found.grad, wanted.grad)
+
+
+def test_r13_recorded_programs_too(remote: Callable[..., Remote]) -> None:
+    r = remote(torch.exp)
+    recorded = make_fx(lambda x: r(x).reshape(-1) * 1, tracing_mode="fake")(double(2, 3).t())
+    x = double(2, 3, seed=1).t()
+    equal(recorded(x), torch.exp(x).reshape(-1))
 
 
 def test_r35_what_a_graph_was_not_told_is_an_error(remote: Callable[..., Remote]) -> None:

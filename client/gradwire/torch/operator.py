@@ -195,8 +195,9 @@ def _run(
         _check_announced(fn, operands, results)
     if fn.structure:
         _known(call).structure = fn.structure
-    dense = [evaluation.zeros_like_result(fn, i, operands) if y is None else y for i, y in enumerate(results)]
-    return [*dense, token_tensor(fn.handle, 0) if kept is None else kept]
+    whole = [evaluation.zeros_like_result(fn, i, operands) if y is None else y for i, y in enumerate(results)]
+    # As `_fake` has announced them: a graph misreads other strides, and those of the results follow what the operands have when it runs.
+    return [*[y.contiguous() for y in whole], token_tensor(fn.handle, 0) if kept is None else kept]
 
 
 def _fake(
