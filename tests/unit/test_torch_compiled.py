@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -343,10 +344,43 @@ def test_so_does_the_size_of_an_argument(remote: Callable[..., Remote]) -> None:
         equal(compiled(double(n)), scaled(double(n), n))
 
 
+@dataclass(frozen=True)
+class Settings:
+    factor: float
+
+
+@pytest.mark.parametrize(
+    ("argument", "factor"),
+    [
+        (np.float32(3), lambda n: n),
+        (np.full(4, 3.0), lambda a: a),
+        (Settings(3.0), lambda s: s.factor),
+        (Pair(torch.tensor(3.0), 0), lambda p: p.product),
+        ({"a": [Settings(3.0)]}, lambda d: d["a"][0].factor),
+    ],
+    ids=["numpy scalar", "numpy array", "dataclass", "namedtuple of a tensor", "inside"],
+)
+def test_r38_what_is_no_constant_ends_the_graph(
+    argument: Any, factor: Function, remote: Callable[..., Remote]
+) -> None:
+    """Of its own accord: Dynamo would have a look at how such an argument is sent, and fail or warn of what it sees."""
+    r = remote(lambda x, argument: x * factor(argument))
+    compiled = torch.compile(lambda x: r(x, argument), backend="aot_eager")
+    x = double(4).requires_grad_()
+    compiled(x).sum().backward()
+    equal(x.grad, torch.full((4,), 3.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("argument", [Pair(1, (2, 3.0)), OrderedDict(b=1, a="x")])
+def test_r38_containers_of_constants_are_constants(argument: Any, remote: Callable[..., Remote]) -> None:
+    r = remote(lambda x, argument: (x * 2, argument == (1, (2, 3.0)) or argument == {"b": 1, "a": "x"}))
+    equal(whole(lambda x: r(x, argument))(double(4)), (double(4) * 2, True))
+
+
 def test_where_the_graph_may_not_end_the_error_says_what_to_do(remote: Callable[..., Remote]) -> None:
     compiled = whole(remote(scaled))
     equal(compiled(double(3), 2), scaled(double(3), 2))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="ends_the_graph__pass_a_tensor"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="such_an_argument_ends_the_graph__pass_tensors"):
         compiled(double(3), 3)
     for n in (3.0, 4.0):
         equal(compiled(double(3), torch.tensor(n)), scaled(double(3), n))

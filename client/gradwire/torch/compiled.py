@@ -7,6 +7,7 @@ the two as templates: nested tuples of strings and constants.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced(remote: Any, args: Any, kwargs: Any) -> Any:
-    """A remote call while torch.compile traces its caller. numpy arrays among the arguments break the graph.
+    """A remote call while torch.compile traces its caller. What is no constant to Dynamo among the arguments, and no tensor, breaks the graph.
 
     remote: ``remote.described(args, kwargs)`` is called while compiling, with numpy arrays in place of tensors,
     for (handle, site); another value of ``remote.training`` compiles anew.
@@ -39,8 +40,8 @@ def traced(remote: Any, args: Any, kwargs: Any) -> Any:
     tensors: list[Any] = []
     constants: list[Any] = []
     template = _template([list(args), kwargs], tensors, constants)
-    if any([_varies(x) for x in constants]):
-        return a_number_that_varies_ends_the_graph__pass_a_tensor(remote, args, kwargs)
+    if not all([_is_constant(x) for x in constants]):
+        return such_an_argument_ends_the_graph__pass_tensors_in_plain_containers(remote, args, kwargs)
     with_gradient = torch.is_grad_enabled()
     call, in_order, has_anchor = _described(remote, remote.training, template, with_gradient)
     if has_anchor:
@@ -66,16 +67,22 @@ def _template(x: Any, tensors: list[Any], constants: list[Any]) -> tuple[Any, ..
     return (CONSTANT, x)
 
 
-def _varies(x: Any) -> bool:
-    """Whether the compiled function has a number as an input or a size of one, and no constant."""
-    if type(x) is not int and type(x) is not float and type(x) is not bool:
-        return False
-    told = getattr(torch.fx.experimental.symbolic_shapes, "has_static_value", None)
-    return told is not None and not told(x)
+def _is_constant(x: Any) -> bool:
+    """Whether Dynamo has a constant for it. Not so numbers that are inputs of the compiled function, and sizes of its inputs."""
+    if x is None or type(x) is str or type(x) is bytes or type(x) is complex:
+        return True
+    if type(x) is int or type(x) is float or type(x) is bool:
+        told = getattr(torch.fx.experimental.symbolic_shapes, "has_static_value", None)
+        return told is None or told(x)
+    if isinstance(x, tuple):  # a namedtuple
+        return all([_is_constant(v) for v in x])
+    return type(x) is OrderedDict and all([_is_constant(v) for v in x.values()])
 
 
 @torch._disable_dynamo
-def a_number_that_varies_ends_the_graph__pass_a_tensor(remote: Any, args: Any, kwargs: Any) -> Any:
+def such_an_argument_ends_the_graph__pass_tensors_in_plain_containers(
+    remote: Any, args: Any, kwargs: Any
+) -> Any:
     """The call between two graphs. (Where that is refused, by ``fullgraph=True``, torch's error has this name.)"""
     return remote(*args, **kwargs)
 
