@@ -36,6 +36,7 @@ def numpy_worker(worker_of: Workers) -> Iterator[gw.Worker]:
         ("no/such/file.py:f", "looked at"),
         ("any_framework", "pkg.mod:attr"),
         ("any_framework.double", "did you mean 'any_framework:double'"),
+        ("package.any.Model.from_pretrained", "did you mean 'package.any:Model.from_pretrained'"),
         ("any_framework.py", "'any_framework.py:attr'"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from gradwire_wire.errors import UnknownTargetError, UsageError
 from gradwire_workers import targets
-from gradwire_workers.targets import find_target, is_factory
+from gradwire_workers.targets import cannot_be_called, find_target, is_factory
 
 Write = Callable[..., Path]
 
@@ -116,6 +116,26 @@ def test_classes_of_a_file_can_find_their_module(write: Write) -> None:
 def test_what_is_no_target_is_a_usage_error(target: str) -> None:
     with pytest.raises(UsageError, match=r"pkg\.mod:attr"):
         find_target(target)
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("torch.optim.Adam", "torch.optim:Adam"),
+        ("transformers.AutoModel.from_pretrained", "transformers:AutoModel.from_pretrained"),
+        ("PIL.ImageOps.invert", "PIL:ImageOps.invert"),
+        ("pkg.mod.f", "pkg.mod:f"),
+    ],
+)
+def test_where_its_colon_was_meant_to_be(target: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean '{meant}'"):
+        find_target(target)
+
+
+def test_what_to_do_with_an_object_that_cannot_be_called() -> None:
+    """Such as scikit-learn's models: how its methods are reached."""
+    assert "lambda name, *args: getattr(found, name)(*args)" in str(cannot_be_called(Path(), is_module=True))
+    assert "Name a function" in str(cannot_be_called(Path(), is_module=False))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 from gradwire_wire.errors import UnknownTargetError, UsageError
 from gradwire_workers.permissions import Permissions
 
-__all__ = ["find_target", "is_factory", "with_colon"]
+__all__ = ["cannot_be_called", "find_target", "is_factory", "with_colon"]
 
 
 def _working_directory() -> str:
@@ -62,14 +62,29 @@ def with_colon(name: str) -> str:
     """What a target without its colon was probably meant to be."""
     if name.endswith(".py"):
         return f"; name what is in it: '{name}:attr'"
-    module, _, attribute = name.rpartition(".")
-    return f"; did you mean '{module}:{attribute}'?" if module else ""
+    parts = name.split(".")
+    classes = [
+        i for i, part in enumerate(parts) if part[:1].isupper()
+    ]  # a class is in a module, its methods are in the class
+    at = classes[0] if classes else len(parts) - 1
+    return f"; did you mean '{'.'.join(parts[:at])}:{'.'.join(parts[at:])}'?" if at else ""
 
 
 def _origin(place: str, module: ModuleType) -> str:
     """Where it lies, for it may be another than the one that was meant: Python's own ``test`` or ``code``, say."""
     file = getattr(module, "__file__", None)
     return f" ({place} is {file})" if file and not place.endswith(".py") else ""
+
+
+def cannot_be_called(found: Any, is_module: bool) -> UsageError:
+    """Of a target that is no function, or whose factory has returned none."""
+    kind = type(found).__qualname__
+    if not is_module:
+        return UsageError(f"the target is a {kind}, which cannot be called. Name a function or a module")
+    return UsageError(
+        f"the factory returned a {kind}, which cannot be called. To reach its methods have it return a function that is told "
+        "which one: lambda name, *args: getattr(found, name)(*args)"
+    )
 
 
 def is_factory(found: Any) -> bool:

@@ -29,6 +29,7 @@ from gradwire_wire.tensors.numpy import NAME, adopt, adopter, aval, export, expo
 from gradwire_workers.numpy import blas
 from gradwire_workers.numpy.calls import ShapeDtype
 from gradwire_workers.numpy.program import NumpyProgram
+from gradwire_workers.targets import cannot_be_called
 
 __all__ = [
     "NAME",
@@ -77,5 +78,5 @@ def facts() -> dict[str, Any]:
 
 def program(obj: Any, *, is_module: bool) -> NumpyProgram:
     if not callable(obj):
-        raise UsageError(f"the target is a {type(obj).__qualname__}, which cannot be called. Name a function")
+        raise cannot_be_called(obj, is_module)
     return NumpyProgram(obj, is_module)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.tensorflow import NAME, adopt, aval, export, is_tensor
+from gradwire_workers.targets import cannot_be_called
 from gradwire_workers.tensorflow.programs import TensorFlowProgram
 
 __all__ = [
@@ -95,10 +96,7 @@ def facts() -> dict[str, Any]:
 
 def program(obj: Any, *, is_module: bool) -> TensorFlowProgram:
     if not callable(obj):
-        what = "the factory returned" if is_module else "the target is"
-        raise UsageError(
-            f"{what} a {type(obj).__qualname__}, which cannot be called. Name a function or a module"
-        )
+        raise cannot_be_called(obj, is_module)
     if not tf.executing_eagerly():
         raise UsageError(
             "the target's module has switched TensorFlow's eager execution off (tf.compat.v1.disable_v2_behavior, "

@@ -18,6 +18,7 @@ import torch
 from gradwire_wire.errors import UsageError
 from gradwire_wire.tensors.torch import NAME, adopt, adopter, aval, export, is_tensor
 from gradwire_workers.keras_layers import is_keras_layer
+from gradwire_workers.targets import cannot_be_called
 from gradwire_workers.torch.program import TorchProgram
 
 __all__ = [
@@ -79,10 +80,7 @@ def facts() -> dict[str, Any]:
 def program(obj: Any, *, is_module: bool) -> TorchProgram:
     """is_module: whether a factory made obj; what counts is whether it is a torch.nn.Module."""
     if not callable(obj):
-        what = "the factory returned" if is_module else "the target is"
-        raise UsageError(
-            f"{what} a {type(obj).__qualname__}, which cannot be called. Name a function or a module"
-        )
+        raise cannot_be_called(obj, is_module)
     if is_keras_layer(obj):
         from gradwire_workers.torch.keras import KerasModule  # imports Keras, which its owner has
 
