@@ -63,9 +63,8 @@ def with_colon(name: str) -> str:
     if name.endswith(".py"):
         return f"; name what is in it: '{name}:attr'"
     parts = name.split(".")
-    classes = [
-        i for i, part in enumerate(parts) if part[:1].isupper()
-    ]  # a class is in a module, its methods are in the class
+    # a class is in a module, and its methods are in the class
+    classes = [i for i, part in enumerate(parts) if i and part[:1].isupper()]
     at = classes[0] if classes else len(parts) - 1
     return f"; did you mean '{'.'.join(parts[:at])}:{'.'.join(parts[at:])}'?" if at else ""
 
