@@ -172,7 +172,7 @@ class Connection:
             signature = signature_of(carriers) if type(token) is int and not site.seeded else None
             if signature is not None:
                 key = (remote, site.number, word, keep, token_ops, tuple(chain) if chain else (), signature)
-                line = self.lines.check_out(0, 0)
+                line = self.sender.check_out(0, 0)
                 plan = line.plans.get(key)
                 if plan is None:
                     self.lines.check_in(line)

@@ -19,6 +19,7 @@ from gradwire.endings import died, has_lied, out_of_reach, vanished, was_closed,
 from gradwire.worker_records import WorkerFacts
 from gradwire_wire.chain import check_not_in_chain, serving
 from gradwire_wire.errors import (
+    ConnectError,
     DeadlineError,
     ForkedError,
     GradwireError,
@@ -113,6 +114,16 @@ class Life:
         if self.is_replaced or self.is_closed:
             self.raise_closed(was_running)
         self._raise_dead(was_running)
+
+    def raise_doorless(self, why: str) -> NoReturn:
+        """No further line to it can be opened, for its socket is not there: because it is gone, as will be known at once, or removed."""
+        self.gone.wait(REPORT_S)
+        if not self.is_there:
+            self.raise_unreachable()
+        raise ConnectError(
+            f"no further line to worker {self.facts.name!r} can be opened: {why}. Did something clean up there? Calls that need none go on. "
+            "Start this program again, or gradwire up, with XDG_RUNTIME_DIR set to a folder that stays"
+        )
 
     def raise_closed(self, was_running: bool) -> NoReturn:
         """By this program, or for another incarnation."""

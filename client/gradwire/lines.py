@@ -116,7 +116,9 @@ class Lines:
         return line
 
     def check_out_dealer(self) -> Dealer:
-        """A line by ZeroMQ, which takes every message. MemoryExhaustedError where this process has no descriptor left."""
+        """A line by ZeroMQ, which takes every message. MemoryExhaustedError where this process has no descriptor left, Unreachable
+        where the worker's socket is gone from its folder.
+        """
         line = self._dealer()
         _in_flight.add(id(line))
         return line
@@ -146,7 +148,8 @@ class Lines:
     def _connected(self, kind: type[D], identity: bytes) -> D:
         """One that is connected, or will be: a worker that is stopped lets nobody in.
 
-        OSError where this process has no descriptor for the connection: what is sent would wait for one, for ever.
+        OSError where this process has no descriptor for the connection, Unreachable where the socket is gone: what is sent would
+        wait for one, for ever.
         """
         made = kind(self._endpoint, identity, self._look_ms, waits=True)
         for _ in range(CONNECT_LOOKS):
@@ -158,6 +161,9 @@ class Lines:
                 made.close()
                 raise
         made.close()
+        path = self._endpoint.removeprefix("ipc://")
+        if not os.path.exists(path):
+            raise Unreachable(f"{path} was removed")
         return kind(self._endpoint, identity, self._look_ms)
 
     def _open_page_lane(self) -> Lane | None:
@@ -206,7 +212,7 @@ class Lines:
     def _open_pipeline_dealer(self) -> PipelineDealer | None:
         try:
             return self._connected(PipelineDealer, self._new_identity())
-        except SocketError:
+        except (SocketError, Unreachable):
             return None
         except OSError as error:
             _check_refusal(error)

@@ -16,7 +16,7 @@ from gradwire.plans import Plan, next_number
 from gradwire_wire import messages, sockets
 from gradwire_wire.errors import MemoryExhaustedError, ProtocolError, UsageError
 from gradwire_wire.exchange import Exchange
-from gradwire_wire.lane import TooLong
+from gradwire_wire.lane import MAX_PACKET, TooLong
 from gradwire_wire.messages import Call
 
 __all__ = ["Sender"]
@@ -32,7 +32,7 @@ class Sender:
         """Send a message; the line that its reply will come on."""
         try:
             frame = messages.pack(message)
-            line = self._lines.check_out(len(frame), len(further))
+            line = self.check_out(len(frame), len(further))
         except BaseException:  # certainly not sent
             self._exchange.take_back(headers)
             raise
@@ -41,12 +41,19 @@ class Sender:
         except TooLong:
             self._lines.check_in(line)
             try:
-                line = self._lines.check_out_dealer()
+                line = self.check_out(MAX_PACKET + 1, 0)
             except BaseException:
                 self._exchange.take_back(headers)
                 raise
             self._send_by(line, [frame, *further], headers)
         return line
+
+    def check_out(self, nbytes: int, frames: int) -> Line:
+        """See `Lines.check_out`. Raises why the worker cannot be reached, if it cannot."""
+        try:
+            return self._lines.check_out(nbytes, frames)
+        except sockets.Unreachable as error:
+            self._life.raise_doorless(str(error))
 
     def _send_by(self, line: Line, frames: Sequence[Any], headers: Sequence[Any]) -> None:
         """Send frames. TooLong: it must go by another line, and nothing was sent."""
@@ -70,7 +77,7 @@ class Sender:
         self, call: Call, signature: tuple[Any, ...], headers: Sequence[Any]
     ) -> tuple[Line, Plan | None]:
         """Send a call as a Plan, by a line that carries such; the plan is None where that cannot be, and nothing sent."""
-        line = self._lines.check_out(0, 0)
+        line = self.check_out(0, 0)
         number = next_number(line)
         try:
             plan = Plan(number, line, signature, self._exchange)
@@ -104,7 +111,7 @@ class Sender:
         frame = messages.pack(message)
         try:
             line = self._lines.check_out(len(frame), 0)
-        except MemoryExhaustedError:
+        except (MemoryExhaustedError, sockets.Unreachable):
             return False
         try:
             line.tell_nowait([frame])

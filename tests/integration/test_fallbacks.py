@@ -16,6 +16,8 @@ import pytest
 
 pytestmark = pytest.mark.integration
 
+TARGETS = str(Path(__file__).parent / "targets")
+
 HERE = Path(__file__).parent
 
 PROGRAM = """
@@ -319,3 +321,43 @@ def test_memory_is_shared_across_pid_namespaces() -> None:
             timeout=60,
         )
         assert ended.stdout == "shared memory True\n", ended.stderr
+
+
+@pytest.mark.parametrize("lane", ["page", "zmq"])
+def test_r52_sockets_that_somebody_removes(lane: str) -> None:
+    """As cleaners of /tmp do. What needs no further line goes on; and nothing waits for one that cannot be opened."""
+    code = f"""
+import os, shutil, threading, time
+import numpy as np
+import gradwire as gw
+with gw.connect() as bridge:
+    worker = bridge.worker("numpy", path=[{TARGETS!r}], threads=1, restart="on-failure")
+    double, stay = worker.function("fragile:double"), worker.function("fragile:stay_with")
+    assert double(1.0) == 2.0
+    shutil.rmtree(bridge._link.folder)
+    assert double(1.0) == 2.0 and (double(np.ones(100_000)) == 2).all()
+    # by a lane a text that is too long for it needs another line, by ZeroMQ a second call at once
+    other = threading.Thread(target=lambda: stay(1.0, "SIG_IGN", "begun", "end"))
+    other.start()
+    while not os.path.exists("begun"): time.sleep(0.01)
+    try: double("x" * 300_000) if os.environ["GRADWIRE_LANE"] != "zmq" else double(1.0)
+    except gw.ConnectError as error: assert error.retry_safe and "was removed" in str(error), error
+    else: raise SystemExit("it was sent")
+    open("end", "w").close()
+    other.join()
+    assert double(1.0) == 2.0 and worker.alive
+    try: worker.restart()
+    except gw.WorkerStartError as error: assert "the folder of the sockets" in str(error), error
+print("fine")
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "GRADWIRE_LANE": lane},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            cwd=folder,
+        )
+    assert ended.stdout == "fine\n", ended.stdout + ended.stderr
