@@ -31,6 +31,7 @@ __all__ = [
     "naming",
     "tensors_named",
     "untraced",
+    "watching_face",
 ]
 
 P = ParamSpec("P")
@@ -154,7 +155,7 @@ def compiling_face() -> Any:
     return gradwire.torch
 
 
-def _watching_face() -> Any:
+def watching_face() -> Any:
     """The face whose compiler would trace what is called from here, though not this: behind a graph break, say. Or None."""
     frames = sys.modules.get("torch._C._dynamo.eval_frame")
     watched = getattr(frames, "get_eval_frame_callback", None)
@@ -166,7 +167,7 @@ def untraced(method: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        face = compiling_face() or _watching_face()
+        face = compiling_face() or watching_face()
         if face is None:
             return method(*args, **kwargs)
         result: R = face.undisturbed(method, args, kwargs)

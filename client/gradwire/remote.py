@@ -29,6 +29,7 @@ from gradwire.families import (
     naming,
     tensors_named,
     untraced,
+    watching_face,
 )
 from gradwire.handle import Handle
 from gradwire.optimizer import Optimizer
@@ -110,6 +111,9 @@ class Remote:
         compiling = compiling_face()
         if compiling is not None:
             return compiling.traced(self, args, kwargs)
+        watching = watching_face()
+        if watching is not None:
+            return watching.undisturbed(self, args, kwargs)
         if not kwargs:
             known = self._routes.get((self.handle.training, *map(type, args)))
             if known is not None:

@@ -384,3 +384,13 @@ def test_where_the_graph_may_not_end_the_error_says_what_to_do(remote: Callable[
         compiled(double(3), 3)
     for n in (3.0, 4.0):
         equal(compiled(double(3), torch.tensor(n)), scaled(double(3), n))
+
+
+@pytest.mark.parametrize("transform", [grad, vmap], ids=["grad", "vmap"])
+def test_dynamo_does_not_look_into_a_call_that_it_leaves_to_python(
+    transform: Function, remote: Callable[..., Remote]
+) -> None:
+    """Under torch.func's transforms it compiles nothing, and would go through all that is called by then: with warnings of its own."""
+    compiled = torch.compile(remote(lambda x: (x**3).sum()), backend="aot_eager")
+    x = double(2, 3)
+    equal(transform(compiled)(x), transform(lambda x: (x**3).sum())(x))
