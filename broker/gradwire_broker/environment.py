@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from gradwire_wire.interpreters import cleaned
 
-__all__ = ["SPINS", "THREADS", "chooses_threads", "worker_environment"]
+__all__ = ["SPINS", "THREADS", "chooses_threads", "fair_share", "worker_environment"]
 
 _ALWAYS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
@@ -39,6 +39,15 @@ _XLA_THREADS = ("NPROC", "PJRT_NPROC")
 def chooses_threads(env: Mapping[str, str | None]) -> bool:
     """Whether the user says in ``env=`` how many threads some library gets."""
     return any(env.get(variable) for variable in (*THREADS, *_XLA_THREADS))
+
+
+def fair_share(share: int, base: Mapping[str, str]) -> int:
+    """A worker's share of the processors, within what its program was told to keep to.
+
+    torchrun, for one, sets that for its ranks, which are on one machine and each have workers.
+    """
+    most = base.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(share, int(most)) if most.isdecimal() and int(most) > 0 else share
 
 
 def worker_environment(

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gradwire_broker.environment import chooses_threads, worker_environment
+from gradwire_broker.environment import chooses_threads, fair_share, worker_environment
 from gradwire_broker.output import Tail
 from gradwire_broker.reports import STARTING, End, end_of, ended_early, not_started, timed_out
 from gradwire_wire.control import Start
@@ -91,7 +91,12 @@ class Worker:
 
     def __init__(self, order: Start, place: Place, client: bytes, base: dict[str, str]) -> None:
         """Raises CannotLaunch."""
-        self.order, self.place, self.client = order, place, client
+        self.order, self.place, self.client = (
+            order,
+            place._replace(threads=fair_share(place.threads, base)),
+            client,
+        )
+        self._base = base
         self.asking = [(client, order.request)]
         self.calls = 0
         self._is_asked = False
@@ -100,14 +105,14 @@ class Worker:
         self.is_dismissed = False
         self.threads: int | None = None  # that it says it has, since it was ready
         chosen = order.threads is not None or chooses_threads(order.env)
-        self._share = None if chosen else place.threads
+        self._share = None if chosen else self.place.threads
         self.end: End | None = None
         self._why = ""
         self._tail = Tail(LOG_LINES, LOG_CHARACTERS)
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._steps: deque[tuple[float, Callable[[], None]]] = deque()
         self._born = time.monotonic()
-        self._process, self.lifeline, self.output = self._launch(base)
+        self._process, self.lifeline, self.output = self._launch()
         self.pidfd = self._watched()
         self._plan((order.timeout_s, self._time_is_up))
 
@@ -123,10 +128,10 @@ class Worker:
 
     # ---- Start ----
 
-    def _launch(self, base: dict[str, str]) -> tuple[subprocess.Popen[bytes], Lifeline, int]:
+    def _launch(self) -> tuple[subprocess.Popen[bytes], Lifeline, int]:
         order, place = self.order, self.place
         try:
-            python = find_interpreter(order.python, base)
+            python = find_interpreter(order.python, self._base)
         except NoInterpreter as error:
             raise CannotLaunch(not_started(place.name, order.framework, str(error))) from error
         reader, writer = os.pipe()
@@ -139,7 +144,7 @@ class Worker:
                 self._config(),
                 f"worker {place.name} ({order.framework})",
                 cwd=order.cwd,
-                env=self._environment(base, python),
+                env=self._environment(python),
                 stdout=writer,
                 stderr=writer,
             )
@@ -162,6 +167,7 @@ class Worker:
 
     def share(self, threads: int) -> None:
         """Its share of the processors is another one now. Not for one whose user has chosen."""
+        threads = fair_share(threads, self._base)
         if self._share not in (None, threads):
             self._share = threads
             with contextlib.suppress(LifelineEnded):
@@ -188,10 +194,11 @@ class Worker:
             umask=place.umask,
         )
 
-    def _environment(self, base: dict[str, str], python: str) -> dict[str, str]:
+    def _environment(self, python: str) -> dict[str, str]:
         order, place = self.order, self.place
+        threads = order.threads or place.threads
         made = worker_environment(
-            base, order.env, python=python, framework=order.framework, threads=order.threads or place.threads
+            self._base, order.env, python=python, framework=order.framework, threads=threads
         )
         # By this mark whatever the worker started can be found, should the broker be killed.
         return {**made, "GRADWIRE_INCARNATION": place.incarnation.hex()}
@@ -199,6 +206,8 @@ class Worker:
     def _not_executed(self, python: str, error: Exception) -> str:
         if not os.path.isdir(self.order.cwd):
             why = f"there is no folder {self.order.cwd} to run in (cwd=)"
+        elif getattr(error, "filename", None) == self.order.cwd:
+            why = f"this user cannot run anything in {self.order.cwd} (cwd=): {error.strerror}"  # type: ignore[attr-defined]
         else:
             why = f"the system cannot execute {python}: {_not_executed_because(python, error)}"
             if lacks_descriptors(error):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire_broker import processors
-from gradwire_broker.environment import SPINS, THREADS, worker_environment
+from gradwire_broker.environment import SPINS, THREADS, fair_share, worker_environment
 from gradwire_wire.interpreters import NoInterpreter, find_interpreter
 
 PLAIN = {"PATH": "/usr/bin:/bin", "HOME": "/home/me", "LANG": "C.UTF-8"}
@@ -74,6 +74,16 @@ def test_r03_memory_is_left_for_others() -> None:
 def test_r04_every_library_is_told_how_many_threads() -> None:
     made = environment({"OMP_NUM_THREADS": "64"}, {"MKL_NUM_THREADS": "7"})
     assert {name: made[name] for name in THREADS} == {**dict.fromkeys(THREADS, "3"), "MKL_NUM_THREADS": "7"}
+
+
+@pytest.mark.parametrize(
+    ("own", "threads"),
+    [("1", 1), ("2,1", 2), (" 2 ", 2), ("64", 3), ("0", 3), ("-1", 3), ("all", 3), ("", 3)],
+)
+def test_r04_a_program_that_was_told_to_keep_to_fewer_has_its_workers_keep_to_them(
+    own: str, threads: int
+) -> None:
+    assert fair_share(3, {"OMP_NUM_THREADS": own}) == threads and fair_share(3, {}) == 3
 
 
 def test_threads_that_wait_leave_the_processor_unless_somebody_wants_it_otherwise() -> None:

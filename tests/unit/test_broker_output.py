@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from gradwire.link_thread import LinkThread
 from gradwire.worker_output import Labeller, Screen
 from gradwire_broker.output import Outlet, Tail
 from gradwire_broker.reports import STARTING, end_of, ended_early, not_started, timed_out
+from gradwire_broker.worker import Worker
 from gradwire_wire.control import Output
 
 # ---- The last lines ------------------------------------------------------------------------------------------------
@@ -202,6 +206,19 @@ def test_r60_a_pipe_that_nobody_reads_is_not_waited_for(monkeypatch: pytest.Monk
 )
 def test_how_it_ended(code: int, text: str) -> None:
     assert str(end_of(code)) == text
+
+
+def test_r65_a_folder_that_the_user_may_not_enter_is_told_from_the_interpreter(tmp_path: Path) -> None:
+    """Who was given another user's rights (sudo, a container's) may still be in a folder of the first."""
+    of_worker: Any = SimpleNamespace(
+        order=SimpleNamespace(cwd=str(tmp_path), framework="numpy"), place=SimpleNamespace(name="w")
+    )
+    for refused, told in (
+        (str(tmp_path), f"in {tmp_path} (cwd=)"),
+        ("bin/python", "cannot execute bin/python"),
+    ):
+        error = PermissionError(errno.EACCES, "Permission denied", refused)
+        assert f"{told}: Permission denied" in Worker._not_executed(of_worker, "bin/python", error)
 
 
 def test_r65_an_early_end_says_what_it_was_doing_and_what_that_may_mean() -> None:

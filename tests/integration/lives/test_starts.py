@@ -221,6 +221,16 @@ def test_r04_threads_are_shared_out(worker: Callable[..., Any]) -> None:
     assert (by_env.info["threads"], by_env.info["environ"]["OMP_NUM_THREADS"]) == (None, "6")
 
 
+def test_r04_ranks_of_one_machine_do_not_each_take_all_of_it(
+    worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun tells each of them to keep to one thread."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    facts = worker(name="rank")
+    assert (facts.info["threads"], environ_of(facts.pid)["MKL_NUM_THREADS"]) == (1, "1")
+    assert worker(name="told", threads=2).info["threads"] == 2
+
+
 def test_the_descriptor_limit_is_raised(program: Callable[..., Any]) -> None:
     one = program("""
         import resource
