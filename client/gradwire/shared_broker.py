@@ -13,7 +13,7 @@ from pathlib import Path
 from gradwire.local_broker import LAST_CHARACTERS, LocalBroker
 from gradwire_wire.errors import ConnectError
 from gradwire_wire.process import open_pidfd
-from gradwire_wire.rendezvous import WORDS, Card, find_cards, is_running, read_card
+from gradwire_wire.rendezvous import WORDS, Card, find_cards, is_running, read_card, where_sought
 
 __all__ = ["SharedBroker", "card_of"]
 
@@ -100,5 +100,5 @@ def _named(name: str) -> Card:
     running = ", ".join(repr(card.name) for card in cards) or "none"
     raise ConnectError(
         f"no shared broker named {name!r} runs here (running: {running}); start one with: gradwire up FILE. "
-        "A file is named with its ending, as in gradwire.toml"
+        f"A file is named with its ending, as in gradwire.toml. ({where_sought(os.environ)})"
     )

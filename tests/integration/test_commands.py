@@ -196,6 +196,7 @@ def test_call_starts_a_worker_of_its_own(shell: Path) -> None:
         (("keys", "add", "nowhere", "bob"), "make keys with `gradwire keys create DIR`"),
         (("keys", "create", __file__), "test_commands.py: it is a file; name another folder"),
         (("env", "build", "-r", "nowhere.txt"), "nowhere.txt: No such file"),
+        (("ps", "--broker", "nobody"), "another TMPDIR or XDG_RUNTIME_DIR"),
         (("env", "remove", "nobody"), "no environment is 'nobody'"),
         (("bench", "--json", "no/x.json"), "there is no folder no"),
         (("up", "nowhere.toml"), "nowhere.toml cannot be read: No such file"),

@@ -166,3 +166,8 @@ def test_of_brokers_of_one_name_that_start_at_once_the_first_stays(place: Path) 
     rendezvous.check_alone(second, environment)
     for folder in folders[1:]:
         folder.remove()
+
+
+def test_r65_where_a_broker_was_sought_is_said(tmp_path: Path) -> None:
+    told = rendezvous.where_sought({"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path / "gone")})
+    assert str(tmp_path) in told and "gone" not in told and "`gradwire up` has printed" in told

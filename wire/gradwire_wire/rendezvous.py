@@ -33,6 +33,7 @@ __all__ = [
     "is_running",
     "named_alike",
     "read_card",
+    "where_sought",
     "why_unfit",
     "write_card",
 ]
@@ -104,9 +105,22 @@ def folder_prefix() -> str:
 def folders(environment: Mapping[str, str]) -> list[Path]:
     """All runtime folders of this user, of brokers that run or ran. (A program started elsewhere may have had
     an XDG_RUNTIME_DIR that this one has not.)"""
-    parents = [*candidates(environment), Path(f"/run/user/{os.geteuid()}")]
-    found = (path for parent in dict.fromkeys(parents) for path in sorted(parent.glob(f"{folder_prefix()}*")))
+    parents = _parents(environment)
+    found = (path for parent in parents for path in sorted(parent.glob(f"{folder_prefix()}*")))
     return [path for path in found if _is_ours(path)]
+
+
+def _parents(environment: Mapping[str, str]) -> list[Path]:
+    return list(dict.fromkeys([*candidates(environment), Path(f"/run/user/{os.geteuid()}")]))
+
+
+def where_sought(environment: Mapping[str, str]) -> str:
+    """For messages: where `folders` looks, and how one that is elsewhere is reached."""
+    looked = ", ".join(str(parent) for parent in _parents(environment) if parent.is_dir())
+    return (
+        f"looked in {looked}; one that was started with another TMPDIR or XDG_RUNTIME_DIR, or as a service with a /tmp of its own, "
+        "is named by the address that `gradwire up` has printed"
+    )
 
 
 def is_running(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.broker_link import BrokerLink
 from gradwire.shared_broker import SharedBroker, card_of
 from gradwire_wire.errors import ConnectError
-from gradwire_wire.rendezvous import Card, find_cards
+from gradwire_wire.rendezvous import Card, find_cards, where_sought
 
 __all__ = ["ANSWER_S", "add_option", "chosen_card", "linked"]
 
@@ -33,7 +33,9 @@ def chosen_card(arguments: argparse.Namespace, otherwise: str = "") -> Card:
         return card_of(arguments.broker)
     cards = find_cards(os.environ)
     if not cards:
-        raise ConnectError(f"no shared broker runs here; start one with: gradwire up FILE{otherwise}")
+        raise ConnectError(
+            f"no shared broker runs here; start one with: gradwire up FILE{otherwise} ({where_sought(os.environ)})"
+        )
     if len(cards) > 1:
         names = ", ".join(f"{card.name} ({card.address})" for card in cards)
         raise ConnectError(f"several brokers run here; say which with --broker NAME: {names}")

@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.commands.brokers import add_option, chosen_card, linked
 from gradwire_wire.control import Present
 from gradwire_wire.errors import TransportError
-from gradwire_wire.rendezvous import Card, find_cards
+from gradwire_wire.rendezvous import Card, find_cards, where_sought
 
 __all__ = ["add_parser", "run"]
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([_record(card, present) for card, present in found], indent=2))
     elif not cards:
-        print("no shared broker runs here; start one with: gradwire up FILE")
+        print(f"no shared broker runs here; start one with: gradwire up FILE ({where_sought(os.environ)})")
     else:
         _print_table([HEAD, *(_row(card, present) for card, present in found)])
     for why in silent:
