@@ -99,7 +99,8 @@ class Remote:
                 self,
                 name,
                 "only a call reaches what is in the worker. For another method of it give worker.module() a factory whose "
-                "result does that when it is called; weights are in state_dict()",
+                "result does that when it is called; weights are in state_dict(). gw.torch.Module(remote), gw.keras.Layer(remote) and "
+                "gw.jax.functional(remote) make a module of your own framework of it",
             )
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -153,6 +153,7 @@ def test_wrong_arguments_of_the_public_api(
     ("use", "said"),
     [
         (lambda remote, optimizer: remote.forward(X), "only a call reaches"),
+        (lambda remote, optimizer: remote.named_parameters(), r"gw\.torch\.Module\(remote\)"),
         (lambda remote, optimizer: setattr(remote, "timeout", 5), "no attribute 'timeout'"),
         (lambda remote, optimizer: setattr(optimizer, "lr", 0.1), r"set\(lr="),
         (lambda remote, optimizer: optimizer.param_groups, "state_dict"),
