@@ -85,6 +85,7 @@ def test_R10_bool_of_other_bytes_arrives_as_true() -> None:
         (np.zeros(2, "V8"), r"\|V8"),
         (np.zeros(2, ml_dtypes.int4), "int4"),
         (np.ma.masked_array([1.0, 2.0], [True, False]), "masked"),
+        (np.zeros(2, [("float0", "V")]), "the gradient of an integer"),
     ],
 )
 def test_refused_by_name(x: np.ndarray, says: str) -> None:

@@ -117,6 +117,7 @@ def _strange() -> dict[str, torch.Tensor]:
         "fake": fake,
         "quantised": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         "nested": torch.nested.nested_tensor([x, x[:2]]),
+        "masked": torch.masked.masked_tensor(x, x > 0),
         "complex32": torch.zeros(2, dtype=torch.complex32),
         "functionalize": torch._to_functional_tensor(x),
     }

@@ -82,6 +82,8 @@ def _other_kind(dtype: np.dtype) -> _Kind:
 
 
 def _remedy(dtype: np.dtype) -> str:
+    if dtype.names == ("float0",):
+        return "It is what JAX has for the gradient of an integer, and has no values"
     if dtype.names:
         return "It is structured: send its fields as a dict of arrays"
     if dtype.kind in "mM":

@@ -121,6 +121,11 @@ def _what(x: Any) -> str | None:
         return "a quantised tensor cannot be sent. Send x.dequantize(), or x.int_repr() and the scales"
     if x.layout is not torch.strided:
         return f"a tensor of layout {str(x.layout)[6:]} (sparse or opaque) cannot be sent. Send x.to_dense(), or its parts"
+    if type(x).__name__ == "MaskedTensor":
+        return (
+            "a masked tensor cannot be sent: its masked values would be taken for real ones. "
+            "Send x.to_tensor(value), or x.get_data() and x.get_mask() as two arguments"
+        )
     if type(x).__name__ == "FakeTensor":
         return "a fake tensor has no values to send. Use Remote.spec for shapes, or pass a real tensor"
     if _is_functional(x):
