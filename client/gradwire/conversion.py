@@ -23,7 +23,7 @@ def to_jax(tree: Any) -> Any:
 def to_torch(tree: Any) -> Any:
     """The tree with every tensor as a `torch.Tensor`, of the same memory where its layout allows; detached.
 
-    torch tensors are detached too. Memory that JAX owns is shared as well: write to a clone.
+    torch tensors are detached too. Memory that JAX owns, or that numpy shows as read-only, is shared as well: write to a clone.
     """
     return _converted(tree, "torch")
 
