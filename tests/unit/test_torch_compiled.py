@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gradwire.torch
 from gradwire.site import Site, SpecResult
 from gradwire.torch import operator
-from gradwire_wire.errors import UsageError
+from gradwire_wire.errors import UnsupportedTensorError, UsageError
 from gradwire_wire.structures import flatten, positional
 from tests.doubles.torch_remote import TorchRemote as Remote
 from tests.doubles.torch_remote import double, equal, f, loss_of, remotes
@@ -375,6 +375,14 @@ def test_r38_what_is_no_constant_ends_the_graph(
 def test_r38_containers_of_constants_are_constants(argument: Any, remote: Callable[..., Remote]) -> None:
     r = remote(lambda x, argument: (x * 2, argument == (1, (2, 3.0)) or argument == {"b": 1, "a": "x"}))
     equal(whole(lambda x: r(x, argument))(double(4)), (double(4) * 2, True))
+
+
+def test_a_recorded_program_says_that_a_size_is_an_argument(remote: Callable[..., Remote]) -> None:
+    r = remote(scaled)
+    with pytest.raises(UnsupportedTensorError, match=r"torch.SymInt cannot be sent.* send int\(x\)"):
+        make_fx(lambda x: r(x, x.shape[0]), tracing_mode="symbolic")(double(3))
+    recorded = make_fx(lambda x: r(x, int(x.shape[0])), tracing_mode="symbolic")(double(3))
+    equal(recorded(double(3, seed=1)), scaled(double(3, seed=1), 3))
 
 
 def test_where_the_graph_may_not_end_the_error_says_what_to_do(remote: Callable[..., Remote]) -> None:

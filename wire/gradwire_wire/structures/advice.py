@@ -21,6 +21,8 @@ _KNOWN = {
     "(torch.fx.Tracer.is_leaf_module), or give torch.fx.wrap a function that does",
     "transformers.DynamicCache": _OF_A_CACHE,
     "transformers.EncoderDecoderCache": _OF_A_CACHE,
+    "torch.SymInt": "it is a size that torch keeps open while it traces a program: send int(x), which fixes it",
+    "torch.SymFloat": "it is a number that torch keeps open while it traces a program: send float(x), which fixes it",
     "torch.device": "send str(x)",
     "torch.dtype": _BY_NAME,
     "tensorflow.DType": _BY_NAME,
