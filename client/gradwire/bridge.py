@@ -267,8 +267,8 @@ class Bridge:
         The file has Chrome trace events: spans in this program (convert, lend, send, wait, take), on the way, and in the worker
         (take, compute, reply), joined by arrows; of all threads and all workers, also those that are started meanwhile. capacity:
         how many messages each end keeps. These are the latest ones, and the file says how many earlier ones are missing. Of a worker that dies,
-        only its own spans are lost. A trace costs some tens of microseconds a call, and nothing while there is none. UsageError where the file
-        cannot be written, or a trace of this bridge is going on.
+        only its own spans are lost. A trace costs some tens of microseconds a call, and next to nothing while there is none; submitted calls are made one by
+        one meanwhile, in their order. UsageError where the file cannot be written, or a trace of this bridge is going on.
         """
         from gradwire.trace import Trace
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gradwire.broker_channel import Broker
     from gradwire.far_broker import FarBroker
     from gradwire.private_broker import Sharing
+    from gradwire.recording import Recording
     from gradwire.shared_broker import SharedBroker
 
 __all__ = ["BrokerLink", "say"]
@@ -47,12 +48,18 @@ FIRST_PROGRESS_S, NEXT_PROGRESS_S = 5.0, 10.0
 
 
 class BrokerLink:
-    """Every method may be called from any thread. Those that ask raise ClosedError and ConnectError where nothing can be."""
+    """Every method may be called from any thread. Those that ask raise ClosedError and ConnectError where nothing can be.
+
+    recorder: notes what the calls of this bridge do; None while nobody records.
+    """
+
+    recorder: Recording | None
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self.is_shared = not broker.ends_with_us
         self.keys = broker.keys
+        self.recorder = None
         self._channel = BrokerChannel(broker)
         self._news = self._channel.news
         thread = self._channel.thread  # whose services are offered on, as they are

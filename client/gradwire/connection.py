@@ -46,6 +46,7 @@ from gradwire_wire.words import Word
 if TYPE_CHECKING:
     from gradwire.background import Background
     from gradwire.far import NoTether
+    from gradwire.notes import Invocation, Message
     from gradwire.pipeline import Pipeline
     from gradwire.steps import Steps
 
@@ -127,17 +128,30 @@ class Connection:
             end_daemon()
             raise
 
+    def ask(
+        self, make: Callable[[int, list[Any]], Any], timeout_s: float | None
+    ) -> tuple[Done, Sequence[bytes]]:
+        """`request` of what has nothing to do with calls: it waits for no submitted steps, and nobody notes it."""
+        self.life.check_usable()
+        return self._request(make, (), timeout_s, None)
+
     def _request_noted(
         self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None
     ) -> tuple[Done, Sequence[bytes]]:
+        recorder = self.link.recorder
+        noted = None if recorder is None else recorder.message(self)
         try:
-            return self._request(make, carriers, timeout_s)
-        except GradwireError as error:
-            self.note_error(error)
+            return self._request(make, carriers, timeout_s, noted)
+        except BaseException as error:
+            self._note_failure(error, noted)
             raise
 
     def _request(
-        self, make: Callable[[int, list[Any]], Any], carriers: Sequence[Any], timeout_s: float | None
+        self,
+        make: Callable[[int, list[Any]], Any],
+        carriers: Sequence[Any],
+        timeout_s: float | None,
+        noted: Message | None,
     ) -> tuple[Done, Sequence[bytes]]:
         start = time.perf_counter()
         if self.lines.aside:
@@ -146,12 +160,17 @@ class Connection:
         headers = self.exchange.lend(carriers, further)
         call_id = next(self.call_ids)
         try:
-            line = self.sender.send(make(call_id, headers), headers, further)
+            message = make(call_id, headers)
+            if noted is not None:
+                noted.note_lent(message)
+            line = self.sender.send(message, headers, further)
         except BaseException as error:
             self._give_up(error, call_id)
             raise
-        reply, frames = self._finish(line, call_id, start, timeout_s)
+        reply, frames = self._finish(line, call_id, start, timeout_s, None, noted)
         self.lines.check_in(line)
+        if noted is not None:
+            noted.note_answered(())
         return reply, frames[1:]
 
     def evaluate(
@@ -163,11 +182,16 @@ class Connection:
         keep: int,
         token: int | list[Any],
         token_ops: int,
+        invocation: Invocation | None = None,
     ) -> Outcome:
-        """Make a call; one that is made again and again is short (`gradwire_wire.plans`). Blocks as `request` does."""
+        """Make a call; one that is made again and again is short (`gradwire_wire.plans`). Blocks as `request` does.
+
+        invocation: that it is part of, where it is recorded.
+        """
         chain, key = self.life.check_usable(), None
         if self._steps is not None:
             self.settle()
+        noted = None if invocation is None else invocation.message(self, word, carriers, keep, token)
         try:
             signature = signature_of(carriers) if type(token) is int and not site.seeded else None
             if signature is not None:
@@ -178,13 +202,13 @@ class Connection:
                     self.lines.check_in(line)
                 else:
                     try:
-                        return self._evaluate_short(line, plan, word, carriers, token, site.timeout_s)
+                        return self._evaluate_short(line, plan, word, carriers, token, site.timeout_s, noted)
                     except (NotShared, TooLong):
                         pass
             call = Template(remote, site, word, keep, token, token_ops, chain)
-            return self._evaluate_long(call, key, carriers)
-        except GradwireError as error:
-            self.note_error(error)
+            return self._evaluate_long(call, key, carriers, noted)
+        except BaseException as error:
+            self._note_failure(error, noted)
             raise
 
     def _evaluate_short(
@@ -195,6 +219,7 @@ class Connection:
         carriers: Sequence[Any],
         token: Any,
         timeout_s: float | None,
+        noted: Message | None,
     ) -> Outcome:
         """Make a planned call by its line. `NotShared`, TooLong: it must be long this time."""
         start = time.perf_counter()
@@ -204,15 +229,17 @@ class Connection:
         call_id, loans = next(self.call_ids), None
         try:
             loans = plan.put(carriers, call_id, token, released)
+            if noted is not None:
+                noted.note_lent_short(call_id)
             line.send_short_nowait(plan.nbytes)
         except BaseException as error:
             self.released.extend(released)  # naming tokens twice harms nobody
             self._give_up(error, call_id)
             self.sender.unsent(error, line, loans)
             raise
-        reply, frames = self._finish(line, call_id, start, timeout_s, plan)
+        reply, frames = self._finish(line, call_id, start, timeout_s, plan, noted)
         if frames:
-            return self._outcome(line, plan, word, reply, frames[1:])
+            return self._outcome(line, plan, word, reply, frames[1:], noted)
         try:
             results = plan.take()
         except BaseException as error:
@@ -222,9 +249,13 @@ class Connection:
                 self.life.raise_unreachable(was_running=True)
             raise
         self.lines.check_in(line)
+        if noted is not None:
+            noted.note_answered(results)
         return Outcome(results, plan.structure, reply.token)
 
-    def _evaluate_long(self, call: Template, key: tuple[Any, ...] | None, carriers: Sequence[Any]) -> Outcome:
+    def _evaluate_long(
+        self, call: Template, key: tuple[Any, ...] | None, carriers: Sequence[Any], noted: Message | None
+    ) -> Outcome:
         """Make a call by a message, which is a Plan where one of that key was made before. None: it cannot be planned."""
         start = time.perf_counter()
         if self.lines.aside:
@@ -235,6 +266,8 @@ class Connection:
         message = call.message(next(self.call_ids), headers, released)
         plan = None
         try:
+            if noted is not None:
+                noted.note_lent(message)
             if key is not None and not further and self._seen.note(key):
                 line, plan = self.sender.send_plan(message, key[-1], headers)
             if plan is None:
@@ -243,10 +276,12 @@ class Connection:
             self.released.extend(released)
             self._give_up(error, message.call_id)
             raise
-        reply, frames = self._finish(line, message.call_id, start, call.site.timeout_s)
+        if plan is not None and noted is not None:
+            noted.sent_as = "plan"
+        reply, frames = self._finish(line, message.call_id, start, call.site.timeout_s, None, noted)
         if plan is not None:
             add(line, key, plan)
-        return self._outcome(line, plan, call.word, reply, frames[1:])
+        return self._outcome(line, plan, call.word, reply, frames[1:], noted)
 
     def _give_up(self, error: BaseException, call_id: int) -> None:
         """A handler of signals has raised this while the call was sent: perhaps it was, and then it ends in the worker, where nobody waits for it."""
@@ -257,7 +292,13 @@ class Connection:
         self.life.interrupt()
 
     def _outcome(
-        self, line: Line, plan: Plan | None, word: Word, done: Done, further: Sequence[bytes]
+        self,
+        line: Line,
+        plan: Plan | None,
+        word: Word,
+        done: Done,
+        further: Sequence[bytes],
+        noted: Message | None,
     ) -> Outcome:
         """What a long answer brought."""
         try:
@@ -270,10 +311,18 @@ class Connection:
             self.lines.drop(line)
             raise
         self.lines.check_in(line)
+        if noted is not None:
+            noted.note_answered(results)
         return Outcome(results, done.structure, done.token)
 
     def _finish(
-        self, line: Line, call_id: int, start: float, timeout_s: float | None, plan: Plan | None = None
+        self,
+        line: Line,
+        call_id: int,
+        start: float,
+        timeout_s: float | None,
+        plan: Plan | None,
+        noted: Message | None,
     ) -> tuple[Any, Sequence[bytes]]:
         """Wait for the answer to what was sent: a Done and its frames, or a `Short`. The line stays checked out.
 
@@ -281,8 +330,12 @@ class Connection:
         """
         seen: list[Any] = []
         try:
+            if noted is not None:
+                noted.note_sent(line)
             deadline = None if timeout_s is None else start + timeout_s
             reply, frames = self._wait(line, call_id, deadline, plan, seen)
+            if noted is not None:
+                noted.note_received()
         except BaseException as error:
             if isinstance(error, GradwireError) and not isinstance(error, DeadlineError):
                 self.lines.drop(line)
@@ -357,21 +410,22 @@ class Connection:
 
     # -- calls that are submitted ----------------------------------------------------------------
 
-    may_pipeline = True
-    """Whether calls may be under way by a pipeline: not where each of them is recorded."""
-
     @property
     def keeps_order(self) -> bool:
         """Whether calls that are submitted are made in their order: by the pipeline, or one by one where it cannot be had just now."""
-        return self.may_pipeline and self.lines.can_pipeline
+        return self.lines.can_pipeline
 
     def pipeline(self, background: Background) -> Pipeline | None:
         """What calls are submitted by; None where they cannot be. Raises what any call would, were it made now."""
         self.life.check_usable()
         found = self._pipeline
+        if self.link.recorder is not None:  # it notes messages whose answers are waited for one by one
+            if found is not None:
+                found.divert()
+            return None
         if found is None or found.is_over:
             found = self._open_pipeline(background)
-        return found if self.may_pipeline else None
+        return found
 
     def _open_pipeline(self, background: Background) -> Pipeline | None:
         if self._opening._is_owned():  # type: ignore[attr-defined]
@@ -409,6 +463,13 @@ class Connection:
             self._pipeline.drain()
 
     # -- what is due beside calls ----------------------------------------------------------------
+
+    def _note_failure(self, error: BaseException, noted: Message | None) -> None:
+        """A message has ended by this."""
+        if noted is not None:
+            noted.note_error(error)
+        if isinstance(error, GradwireError):
+            self.note_error(error)
 
     def note_error(self, error: GradwireError) -> None:
         """A call has raised this."""

@@ -23,6 +23,7 @@ from gradwire_wire.words import Op, Word, linear_count
 
 if TYPE_CHECKING:
     from gradwire.background import Background
+    from gradwire.notes import Invocation
     from gradwire.optimizer import Optimizer
     from gradwire.pipeline import Pipeline
     from gradwire.steps import Steps
@@ -42,6 +43,7 @@ class Handle(Cached):
 
     connect: gives the connection to the worker's present incarnation.
     load: the arguments of `messages.Load` after the call id, and the factory's tensors.
+    link: of the bridge; whoever records the bridge's calls is found there.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Handle(Cached):
         self.has_warned = False  # of regularizers
         self.asked: set[str] = set()  # occasions on which the worker was asked for them
         self._freezing: list[bytes] = []  # what `requires_grad` was told, for the next life
-        self._ready()
+        self.link = self._ready().link
 
     @property
     def name(self) -> str:
@@ -201,13 +203,14 @@ class Handle(Cached):
         keep: 0, `messages.KEEP` or `messages.KEEP_ROWS`. token: of a kept forward (int), or rows
         (batch, 2) of (token, row). Any thread. Raises what the worker reports, or why it cannot.
         """
-        stake = self.stakes.stake
+        stake, recorder = self.stakes.stake, self.link.recorder
+        noted = None if recorder is None else recorder.invocation(self.name)
         try:
-            return self._invoke(site, word, carriers, keep, token, token_ops)
+            return self._invoke(site, word, carriers, keep, token, token_ops, noted)
         except WorkerDiedError as error:
             if not self._outlives(error, stake, site.retry):
                 raise
-        return self._invoke(site, word, carriers, keep, token, token_ops)
+        return self._invoke(site, word, carriers, keep, token, token_ops, noted)
 
     def minimize(self, site: Site, op: Op, carriers: Sequence[Carrier]) -> Outcome:
         """A step of an optimizer, and the loss that it was made by: see `gradwire_wire.words`."""
@@ -253,6 +256,7 @@ class Handle(Cached):
         keep: int,
         token: Any,
         token_ops: int,
+        noted: Invocation | None,
     ) -> Outcome:
         is_plain = type(token) is int and not token
         # (a token of a former life tells of its own loss)
@@ -260,7 +264,7 @@ class Handle(Cached):
         if self._may_move(site.training):
             self._note_stake(site, is_plain)
         if is_plain:
-            return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops)
+            return connection.evaluate(self._remote, site, word, carriers, keep, 0, token_ops, noted)
         rows = token.tolist() if isinstance(token, np.ndarray) else token
         if rows and len(word) == token_ops + 1 and not isinstance(rows, list):
             linear = linear_count(word)
@@ -268,11 +272,11 @@ class Handle(Cached):
                 carriers[len(carriers) - linear :]
             )
             try:
-                return connection.evaluate(self._remote, site, word, brief, keep, rows, token_ops)
+                return connection.evaluate(self._remote, site, word, brief, keep, rows, token_ops, noted)
             except ResidualLostError as error:
                 if not getattr(error, "recompute", False):
                     raise
-        return connection.evaluate(self._remote, site, word, list(carriers), keep, rows, token_ops)
+        return connection.evaluate(self._remote, site, word, list(carriers), keep, rows, token_ops, noted)
 
     def _may_move(self, training: bool | None) -> bool:
         """Whether a call in this mode may move state in the worker: a module without modes may have any."""

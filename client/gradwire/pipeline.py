@@ -275,7 +275,7 @@ class Pipeline:
             while waiting and self._has_room(waiting[0].nbytes):
                 self._begin_or_tell(waiting[0])
                 waiting.popleft()
-        except Elsewhere:
+        except Elsewhere:  # no packet takes the first of them
             self._divert(waiting)
         finally:
             self._waiting = waiting
@@ -289,8 +289,13 @@ class Pipeline:
         except BaseException as error:
             self._background.start(call.future, raising(error))
 
+    def divert(self) -> None:
+        """What waits goes another way, for nothing is to begin here just now."""
+        with self._lock:
+            self._divert(self._waiting)
+
     def _divert(self, waiting: deque[Submission]) -> None:
-        """No packet takes the first of those that wait: all are made the ordinary way, after what is under way (lock held)."""
+        """Those that wait are made the ordinary way, after what is under way (lock held)."""
         for call in waiting:
             assert call.again is not None, "it was under way"
             self._background.start_in_order(call.future, behind(self.drain, call.again))

@@ -1,8 +1,10 @@
 """When calls of a bridge happen, at both ends: what traces and benchmarks are made of.
 
-Theory of operation. While a bridge is recorded, its connections are of another class, which notes the time at each step
-of a call (`gradwire.noting`), and so are the worker's desks (`messages.Trace`). What is done is kept in a ring. Times are of
-CLOCK_MONOTONIC, which all processes of a machine share, so that both ends' can be compared.
+Theory of operation. While a bridge is recorded, its link has a ``recorder``, and none at any other time. Whoever begins something looks
+there once: `Remote` for a plain call, `Handle.invoke` for an invocation, which notes its calls, and `Connection.request` for any other
+message. A message's note (`gradwire.notes`) goes with it from function to function and is told the time at each step, so what is under way when
+a recording begins or ends is noted as it was begun. The worker does the same at its end (`messages.Trace`). Both ends
+keep a ring. Times are of CLOCK_MONOTONIC, which all processes of a machine share, so that both ends' can be compared.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gradwire import answers, noting
+from gradwire import answers
 from gradwire.connection import Connection
-from gradwire.notes import FarEnd, Message, Recorded, now, until
+from gradwire.notes import FarEnd, Invocation, Message, Recorded, now, until
 from gradwire_wire import messages
 from gradwire_wire.errors import GradwireError, UsageError
 from gradwire_wire.recordings import MAX_ROWS
@@ -27,6 +29,7 @@ __all__ = ["CAPACITY", "Recording"]
 
 CAPACITY = 1 << 16
 ANSWER_S = 10.0  # for a worker to begin or to tell; it may be busy with a long call
+_beginning = threading.RLock()
 
 
 class Recording:
@@ -42,8 +45,9 @@ class Recording:
         self._bridge, self._link, self._capacity, self._pid = bridge, bridge._link, capacity, os.getpid()
         self._messages: deque[Message] = deque(maxlen=capacity)
         self._noted = self._started = 0
-        self._attaching = threading.Lock()
-        self._attached: dict[bytes, Connection] = {}
+        self._attaching = threading.RLock()  # a handler of signals must not wait for what it has interrupted
+        self._attached: dict[bytes, Connection] = {}  # by incarnation: those whose worker was told
+        self._is_over = False
         self._lost: dict[str, str] = {}
 
     def start(self) -> None:
@@ -52,30 +56,46 @@ class Recording:
         Waits for workers that are busy, ten seconds at most each.
         """
         self._bridge._check_usable()
-        noting.begin(self._link, self)
         self._started = now()
-        for worker in list(self._bridge._workers.values()):
-            if worker.alive:
-                self.attach(worker._connection)
+        with _beginning:
+            if self._link.recorder is not None:
+                raise UsageError("this bridge is being traced already: one trace of a bridge at a time")
+            self._link.recorder = self
+        try:
+            for worker in list(self._bridge._workers.values()):
+                if worker.alive:
+                    self._attach(worker._connection)
+        except BaseException:  # Ctrl-C, say: nobody will stop it
+            self._link.recorder, self._is_over = None, True
+            raise
 
-    def attach(self, connection: Connection) -> None:
-        """Record a connection's calls from now on."""
-        with self._attaching:
-            if connection.facts.incarnation in self._attached or not noting.is_recorded(self._link):
-                return
-            self._attached[connection.facts.incarnation] = connection
-            try:
-                connection.request(lambda n, _: messages.Trace(n, self._capacity), [], ANSWER_S)
-            except GradwireError as error:
-                self._lost[connection.facts.name] = _told(error)
-            noting.attach(connection, self)
+    # -- what callers note -------------------------------------------------------------------------
 
-    def note(self, connection: Connection) -> Message:
-        """A message is about to be sent by this thread."""
-        noted = Message(connection.facts, noting.invocation())
+    def invocation(self, name: str) -> Invocation:
+        """This thread begins to invoke what has that name."""
+        return Invocation(name, self.message)
+
+    def message(self, connection: Connection, invocation: Invocation | None = None) -> Message:
+        """This thread is about to send a message. A worker that was started meanwhile, or started again, is told to record first."""
+        if connection.facts.incarnation not in self._attached:
+            self._attach(connection)
+        noted = Message(connection.facts, invocation)
         self._messages.append(noted)
         self._noted += 1  # two threads may count one together: `dropped` is for people
         return noted
+
+    def _attach(self, connection: Connection) -> None:
+        """Have the worker record from now on."""
+        with self._attaching:
+            if self._is_over or connection.facts.incarnation in self._attached:
+                return
+            try:
+                connection.ask(lambda n, _: messages.Trace(n, self._capacity), ANSWER_S)
+            except GradwireError as error:
+                self._lost[connection.facts.name] = _told(error)
+            self._attached[connection.facts.incarnation] = connection
+
+    # -- the end -----------------------------------------------------------------------------------
 
     @property
     def is_foreign(self) -> bool:
@@ -84,14 +104,13 @@ class Recording:
 
     def stop(self) -> Recorded:
         """End, and fetch what the workers have recorded; what one that died had is lost, and nothing else."""
-        noting.end(self._link)
+        self._link.recorder = None
         stopped = now()
         with self._attaching:
-            attached = dict(self._attached)
+            self._is_over = True
         far: dict[bytes, dict[int, FarEnd]] = {}
         dropped = {"this process": max(0, self._noted - len(self._messages))}
-        for incarnation, connection in attached.items():
-            noting.detach(connection)
+        for incarnation, connection in self._attached.items():
             try:
                 far[incarnation], dropped[connection.facts.name] = _fetch(connection)
             except GradwireError as error:
@@ -101,12 +120,14 @@ class Recording:
                 self._lost[connection.facts.name] = (
                     "its clock is not this machine's: nobody knows when it did what"
                 )
+        noted = until(stopped, list(self._messages))
+        self._messages.clear()  # whose invocations know this object
         return Recorded(
             self._started,
             stopped,
-            until(stopped, list(self._messages)),
+            noted,
             far,
-            {incarnation: c.facts.pid for incarnation, c in attached.items()},
+            {incarnation: c.facts.pid for incarnation, c in self._attached.items()},
             {t.native_id: t.name for t in threading.enumerate() if t.native_id is not None},
             dropped,
             self._lost,
@@ -114,7 +135,7 @@ class Recording:
 
 
 def _fetch(connection: Connection) -> tuple[dict[int, FarEnd], int]:
-    reply, frames = connection.request(lambda n, _: messages.Trace(n, 0), [], ANSWER_S)
+    reply, frames = connection.ask(lambda n, _: messages.Trace(n, 0), ANSWER_S)
     rows, columns, dropped = answers.times(reply.structure, connection.borrow_all(reply.headers, frames))
     at = [columns.index(name) for name in FarEnd._fields]
     ids = rows[:, columns.index("call_id")].tolist()

@@ -32,6 +32,7 @@ from gradwire.families import (
     watching_face,
 )
 from gradwire.handle import Handle
+from gradwire.notes import face_call
 from gradwire.optimizer import Optimizer
 from gradwire.options import Options
 from gradwire.orders import checked_target
@@ -136,7 +137,10 @@ class Remote:
 
     def _along(self, family: str, site: Site, operands: list[Any]) -> Any:
         try:
-            return face_named(family).call(self.handle, site, operands)
+            if self.handle.link.recorder is None:
+                return face_named(family).call(self.handle, site, operands)
+            with face_call():
+                return face_named(family).call(self.handle, site, operands)
         except (UnsupportedTensorError, DtypeError) as error:
             refused = naming(error, operands[site.seeded :], site.structure)
         except ClosedError:

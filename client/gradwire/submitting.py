@@ -131,7 +131,7 @@ def _proceed(call: _Call, future: Future[Any], act: Any) -> None:
     if begun is not None:
         return
     if submission is not None or _is_away(handle, pipeline):
-        background.do_here(future, act)
+        background.do_here(future, behind(handle.drain, act))  # there may be a pipeline, but not just now
     else:
         background.start(future, act)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from gradwire.notes import FaceCall, FarEnd, Invocation, Message, Recorded
+from gradwire.notes import FaceCall, FarEnd, Message, Recorded
 
 __all__ = ["document", "parts_of"]
 
@@ -56,15 +56,15 @@ def parts_of(noted: Message, far: FarEnd | None, face: FaceCall | None = None) -
     if invocation is None or far is None or noted.error or not (far.begun and noted.lent):
         return None
     begin = face.entered if face is not None else invocation.invoked
-    end = face.left if face is not None else invocation.taken
+    end = face.left if face is not None else noted.answered
     queue = min(max(0, far.free - noted.lent), far.received - noted.lent)
     return {
-        "convert": (noted.began - begin) + (far.begun - far.received) + (end - invocation.taken),
+        "convert": (noted.began - begin) + (far.begun - far.received) + (end - noted.answered),
         "copy": noted.lent - noted.began,
         "wake": far.received - noted.lent - queue,
         "queue": queue,
         "compute": far.computed - far.begun,
-        "return": invocation.taken - far.computed,
+        "return": noted.answered - far.computed,
     }
 
 
@@ -95,40 +95,35 @@ class _Events:
 
     def _face(self, face: FaceCall, inner: Sequence[Message]) -> Iterator[Event]:
         first, last = inner[0], inner[-1]
-        assert first.invocation is not None and last.invocation is not None
+        assert first.invocation is not None
         end = face.left or self._recorded.stopped
         yield self._span(first.invocation.remote, self._pid, first.thread, face.entered, end)
         if first.invocation.invoked >= face.entered:
             yield self._span("convert", self._pid, first.thread, face.entered, first.invocation.invoked)
-        if last.invocation.taken:
-            yield self._span("convert", self._pid, last.thread, last.invocation.taken, end)
+        if last.answered:
+            yield self._span("convert", self._pid, last.thread, last.answered, end)
 
     def _invocation(self, inner: Sequence[Message]) -> Iterator[Event]:
-        invocation = inner[0].invocation
+        invocation, last = inner[0].invocation, inner[-1]
         assert invocation is not None
         name = "invoke" if invocation.face is not None else invocation.remote
-        end = invocation.taken or self._recorded.stopped
-        yield self._span(
-            name, self._pid, inner[0].thread, invocation.invoked, end, **_arguments(inner[-1], invocation)
-        )
+        end = last.answered or self._recorded.stopped
+        carried = {"bytes there": last.bytes_out, "bytes back": last.bytes_in}
+        yield self._span(name, self._pid, last.thread, invocation.invoked, end, **_arguments(last), **carried)
 
     def _message(self, noted: Message) -> Iterator[Event]:
         """The steps of one message, in both processes."""
-        invocation = noted.invocation
-        own = _arguments(noted, None) if invocation is None else {}
-        is_call = invocation is not None and noted.kind == "call"
-        taken = invocation.taken if invocation is not None and is_call and not noted.error else 0
         stages = [
             ("lend", noted.began),
             ("send", noted.lent),
             ("wait", noted.sent),
             ("take", noted.received),
-            ("", taken or noted.answered or self._recorded.stopped),
+            ("", noted.answered or self._recorded.stopped),
         ]
         reached = [(name, at) for name, at in stages if at]
-        if not is_call:
+        if noted.invocation is None:
             title = f"{noted.kind} {noted.verb}".strip()
-            yield self._span(title, self._pid, noted.thread, noted.began, reached[-1][1], **own)
+            yield self._span(title, self._pid, noted.thread, noted.began, reached[-1][1], **_arguments(noted))
         for (name, begin), (_, end) in pairwise(reached):
             yield self._span(name, self._pid, noted.thread, begin, end)
         far = self._recorded.far.get(noted.incarnation, {}).get(noted.call_id)
@@ -140,7 +135,7 @@ class _Events:
     def _far_end(self, noted: Message, far: FarEnd) -> Iterator[Event]:
         pid = self._recorded.pids[noted.incarnation]
         title = noted.invocation.remote if noted.invocation is not None else noted.kind
-        yield self._span(title, pid, pid, far.received, far.sent, **_arguments(noted, None))
+        yield self._span(title, pid, pid, far.received, far.sent, **_arguments(noted))
         if far.begun and far.computed:
             yield self._span("take", pid, pid, far.received, far.begun)
             yield self._span("compute", pid, pid, far.begun, far.computed)
@@ -191,7 +186,7 @@ class _Events:
         return max(0, ns - self._recorded.started) / 1000  # (a worker may have waited since an earlier trace)
 
 
-def _arguments(noted: Message, invocation: Invocation | None) -> dict[str, Any]:
+def _arguments(noted: Message) -> dict[str, Any]:
     """What is known of a message, for whoever clicks on it."""
     made: dict[str, Any] = {
         "call_id": noted.call_id,
@@ -203,8 +198,6 @@ def _arguments(noted: Message, invocation: Invocation | None) -> dict[str, Any]:
         made["function"] = in_words(noted.word)
         made["token"] = "rows" if isinstance(noted.token, list) else noted.token
         made["keeps"] = bool(noted.keep)
-    if invocation is not None:
-        made["bytes there"], made["bytes back"] = invocation.bytes_out, invocation.bytes_in
     if noted.error:
         made["error"] = noted.error
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ class ScriptedHandle(Cached):
     """
 
     moves_in_evaluation, why_it_moves = False, "is in training mode"
+    link = SimpleNamespace(recorder=None)
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ class TorchHandle(Cached):
     """See `gradwire.handle.Handle`. ``target``: a function of torch tensors, or an `nn.Module`."""
 
     moves_in_evaluation, why_it_moves = False, "is in training mode"
+    link = SimpleNamespace(recorder=None)
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self.name, self.changes, self.is_dead = "double", 0, False

@@ -365,15 +365,22 @@ def test_few_steps_are_under_way_at_once(worker_of: Workers, tmp_path: pathlib.P
     assert [float(future.result(60)) > 0 for future in futures] == [True] * (UNDER_WAY + 1)
 
 
-def failing_steps(worker_of: Workers) -> tuple[gw.Remote, gw.Optimizer, list[Any]]:
-    """Three steps, of which the second fails by its arguments."""
-    net = worker_of("torch").module("with_loss:make_torch")
+def failing_steps(worker_of: Workers, sign: pathlib.Path) -> tuple[gw.Remote, gw.Optimizer, list[Any]]:
+    """Three steps, of which the second fails by its arguments, when the third is submitted: or that would tell of it."""
+    worker = worker_of("torch")
+    net, between = worker.module("with_loss:make_torch"), worker.module("with_loss:make_that_waits")
     optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
-    return net, optimizer, [optimizer.submit(X, Y if i != 1 else Y[:5]) for i in range(3)]
+    first = optimizer.submit(X, Y)
+    between.submit(X, str(sign))
+    others = [optimizer.submit(X, y) for y in (Y[:5], Y)]
+    sign.touch()
+    return net, optimizer, [first, *others]
 
 
-def test_a_step_that_fails_says_so_and_the_others_are_made(worker_of: Workers) -> None:
-    net, optimizer, futures = failing_steps(worker_of)
+def test_a_step_that_fails_says_so_and_the_others_are_made(
+    worker_of: Workers, tmp_path: pathlib.Path
+) -> None:
+    net, optimizer, futures = failing_steps(worker_of, tmp_path / "go")
     with pytest.raises(RuntimeError, match="must match the size"):
         futures[1].result(60)
     assert float(futures[2].result(60)) < float(futures[0].result(60))
@@ -383,9 +390,9 @@ def test_a_step_that_fails_says_so_and_the_others_are_made(worker_of: Workers) -
 
 @pytest.mark.parametrize("asked", ["call", "verb", "minimize", "submit", "vjp"])
 def test_what_a_step_has_raised_that_nobody_asked_for_is_raised_by_what_comes_next(
-    worker_of: Workers, asked: str
+    worker_of: Workers, asked: str, tmp_path: pathlib.Path
 ) -> None:
-    net, optimizer, futures = failing_steps(worker_of)
+    net, optimizer, futures = failing_steps(worker_of, tmp_path / "go")
     futures[2].result(60)
     act: dict[str, Any] = {
         "call": lambda: net(X, Y),
@@ -398,6 +405,21 @@ def test_what_a_step_has_raised_that_nobody_asked_for_is_raised_by_what_comes_ne
         act[asked]()
     assert "a step that was submitted before" in caught.value.__notes__[-1]
     act[asked]()  # once
+
+
+def test_a_trace_keeps_no_step_s_error_for_itself(
+    worker_of: Workers, shared_bridge: gw.Bridge, tmp_path: pathlib.Path
+) -> None:
+    net, optimizer, futures = failing_steps(worker_of, tmp_path / "go")
+    futures[2].result(60)
+    with shared_bridge.trace(tmp_path / "t.json"):
+        pass
+    with pytest.raises(RuntimeError, match="must match the size"):
+        net(X, Y)
+    with shared_bridge.trace(tmp_path / "t.json"):
+        optimizer.submit(X, Y[:5])
+    with pytest.raises(RuntimeError, match="must match the size"):
+        net(X, Y)
 
 
 def test_an_optimizer_stays_until_its_steps_are_made(worker_of: Workers) -> None:

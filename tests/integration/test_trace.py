@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,10 +20,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire import recording, remote
+from gradwire import recording
 from gradwire.connection import Connection
-from gradwire.families import face_named
-from gradwire.handle import Handle
 
 pytestmark = pytest.mark.integration
 
@@ -34,10 +34,19 @@ def fail(x): raise ValueError("bad 42")
 def die(x): os.kill(os.getpid(), signal.SIGKILL)
 def square(x): return x * x
 square.vjp = lambda x: (x * x, lambda out_bar: (2 * x * out_bar,))
-def desk():
+def counter():
+    count = 0
+    def step(x):
+        nonlocal count
+        count += 1
+        return x * 0 + count
+    return step
+def recorders():
     import gc
     from gradwire_workers.desk import Desk
-    return [type(x).__name__ for x in gc.get_objects() if isinstance(x, Desk)]
+    (desk,) = [x for x in gc.get_objects() if isinstance(x, Desk)]
+    told = desk.recorder, desk.answers.recorder, desk.users_code.interrupts.recorder
+    return [None if x is None else type(x).__name__ for x in told]
 """
 X = np.arange(6, dtype=np.float32)
 
@@ -322,9 +331,11 @@ def test_a_worker_started_or_restarted_meanwhile_is_traced(
         late.restart()
         f(X)
     file = File(tmp_path / "t.json")
-    assert len(file.named("compute", late.pid)) == 1
+    here = os.getpid()
+    assert len(file.named("compute", late.pid)) == 2 and len(file.named("load", late.pid)) == 1
     # its first incarnation is gone, with what it had recorded
-    assert not file.named("compute", first) and len(file.named("wait", os.getpid())) >= 2
+    assert not file.named("compute", first)
+    assert len(file.named("load", here)) == len(file.named("invoke", here)) == 2
     late.close()
 
 
@@ -343,24 +354,15 @@ def test_memory_is_bounded_and_what_is_missing_is_said(
 
 def test_off_means_off(bridge: gw.Bridge, worker: gw.Worker, tmp_path: Path) -> None:
     """Outside of a trace everything is what it is in a program that never traced."""
-    desk = worker.function("traced.py:desk")
+    recorders = worker.function("traced.py:recorders")
 
-    def parts() -> list[Any]:
-        return [
-            Handle.__dict__["invoke"],
-            Handle.__dict__["_ready"],
-            remote.face_named,  # type: ignore[attr-defined]
-            type(worker._connection),
-            desk(),
-        ]
+    def who_is_told() -> list[Any]:
+        return [None if bridge._link.recorder is None else "Recording", *recorders()]
 
-    before = parts()
-    assert before[2:] == [face_named, Connection, ["Desk"]]
+    assert who_is_told() == [None] * 4
     with bridge.trace(tmp_path / "t.json"):
-        desk()
-        during = parts()
-    assert all(a != b for a, b in zip(before, during, strict=True))
-    assert parts() == before
+        assert who_is_told() == ["Recording", *["Recorder"] * 3]
+    assert who_is_told() == [None] * 4
 
 
 def test_one_trace_of_a_bridge_at_a_time_and_another_bridge_s_is_its_own(
@@ -446,3 +448,78 @@ def test_many_threads_while_traces_begin_and_end(
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("lane", ["page", "zmq"])
+def test_submitted_calls_keep_their_order_while_traces_begin_and_end(
+    bridge: gw.Bridge, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    monkeypatch.setenv("GRADWIRE_LANE", lane)
+    worker = bridge.worker("numpy", path=[folder], name=f"by {lane}")
+    step, futures = worker.module("traced.py:counter"), []
+    x = np.zeros(1)
+    for i in range(3):
+        futures += [step.submit(x) for _ in range(50)]
+        with bridge.trace(tmp_path / f"{i}.json") as trace:
+            futures += [step.submit(x) for _ in range(50)]
+            counted = [float(future.result(60)[0]) for future in futures]
+        assert trace.calls == 50
+    assert counted == list(range(1, 301))
+    worker.close()
+
+
+def test_calls_that_wait_when_a_trace_begins_are_made_before_later_ones(
+    worker: gw.Worker, bridge: gw.Bridge, tmp_path: Path
+) -> None:
+    """More than may be under way at once, from an event loop, which waits for no room."""
+    step, x = worker.module("traced.py:counter"), np.zeros(1)
+
+    async def calls() -> list[float]:
+        made = [asyncio.ensure_future(step.aio(x)) for _ in range(300)]
+        await asyncio.sleep(0)  # all of them have begun
+        with bridge.trace(tmp_path / "t.json"):
+            made += [asyncio.ensure_future(step.aio(x)) for _ in range(20)]
+            return [float(result[0]) for result in await asyncio.gather(*made)]
+
+    assert asyncio.run(calls()) == list(range(1, 321))
+    assert len(File(tmp_path / "t.json").named("compute")) >= 20
+
+
+def test_a_trace_that_is_interrupted_as_it_begins_has_not_begun(
+    bridge: gw.Bridge, worker: gw.Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Connection, "ask", interrupted)
+        with pytest.raises(KeyboardInterrupt), bridge.trace(tmp_path / "t.json"):
+            pass
+    with bridge.trace(tmp_path / "t.json"):
+        worker.function("traced.py:double")(X)
+    assert len(File(tmp_path / "t.json").named("invoke")) == 1
+
+
+def test_a_handler_of_signals_may_call_while_a_trace_begins(
+    bridge: gw.Bridge, worker: gw.Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f, ask, results = worker.function("traced.py:double"), Connection.ask, []
+
+    def interrupted(*args: Any) -> Any:
+        if not results:
+            signal.raise_signal(signal.SIGUSR1)
+        return ask(*args)
+
+    def handler(*_: Any) -> None:
+        results.append(None)
+        results[0] = f(X)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    monkeypatch.setattr(Connection, "ask", interrupted)
+    try:
+        with bridge.trace(tmp_path / "t.json"):
+            f(X)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    np.testing.assert_array_equal(results, [X * 2])
+    assert len(File(tmp_path / "t.json").named("invoke")) == 2

@@ -5,7 +5,7 @@ No answer can block: a client that is gone or does not read loses its answer, an
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Sequence
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from gradwire_workers import faults, plans
 from gradwire_workers.program import Engine
 from gradwire_workers.residuals import Residuals
 from gradwire_workers.sessions import Line, Session
+
+if TYPE_CHECKING:
+    from gradwire_workers.recording import Recorder
 
 __all__ = ["Answers", "Reply"]
 
@@ -36,9 +39,12 @@ class Reply(NamedTuple):
 
 
 class Answers:
-    """Makes replies of results, and sends them."""
+    """Makes replies of results, and sends them. recorder: is told when one is ready; None while no client records."""
+
+    recorder: Recorder | None
 
     def __init__(self, engine: Engine, residuals: Residuals) -> None:
+        self.recorder = None
         self._export, self._export_all, self._residuals = engine.export, engine.export_all, residuals
 
     def exported(self, result: Sequence[Any], structure: bytes) -> Sequence[Carrier | None]:
@@ -71,6 +77,8 @@ class Answers:
 
     def send(self, session: Session | None, reply: Reply, line: Line) -> bool:
         """Send a reply, or why it cannot be sent. Whether a Done was sent."""
+        if self.recorder is not None:
+            self.recorder.note_ready(reply.message.call_id)
         is_done = type(reply.message) is Done
         try:
             frames = _packed(session, reply, line)

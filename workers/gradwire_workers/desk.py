@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from functools import lru_cache
-from typing import Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 from gradwire_wire import messages, sockets
 from gradwire_wire.carriers import Carrier
@@ -46,6 +46,9 @@ from gradwire_workers.state import State as ModuleState
 from gradwire_workers.turns import TURN_S, Turns
 from gradwire_workers.users_code import UsersCode
 
+if TYPE_CHECKING:
+    from gradwire_workers.recording import Recorder
+
 __all__ = ["Desk"]
 
 RESIDUAL_BYTES = 512 << 20
@@ -57,7 +60,12 @@ Act = Callable[[Session, Any, "list[Carrier | None]", Any], "Reply | None"]
 
 
 class Desk:
-    """Binds at once; `serve` runs until ``on_control`` says stop. See docs/protocol.md for the conversation."""
+    """Binds at once; `serve` runs until ``on_control`` says stop. See docs/protocol.md for the conversation.
+
+    recorder: is told when messages come and are done with; None while no client records.
+    """
+
+    recorder: Recorder | None
 
     def __init__(
         self,
@@ -75,6 +83,7 @@ class Desk:
     ) -> None:
         """``allow``: what targets clients may name (see `permissions`); None: any. listen, keys: see `far`."""
         self._engine = engine
+        self.recorder = None
         self._poller, self._turns = sockets.Poller(), Turns()
         self._router = sockets.bind_router(endpoint)
         self._reception = Reception(
@@ -84,7 +93,7 @@ class Desk:
             incarnation=incarnation,
             token=token,
             turns=self._turns,
-            on_end=lambda session: self._forget(session),  # noqa: PLW0108  # of another class meanwhile: `recording`
+            on_end=self._forget,
         )
         self._far = FarDoor(listen, keys) if listen else None
         self.far_endpoint = self._far.endpoint if self._far is not None else ""
@@ -186,6 +195,8 @@ class Desk:
         faults.show(error, "gradwire: a signal handler of user code raised, between calls:")
 
     def _forget(self, session: Session) -> None:
+        if self.recorder is not None:
+            self.recorder.end(session)
         self._departures.end(session)
 
     # -- lanes and doors -------------------------------------------------------------------------
@@ -284,6 +295,9 @@ class Desk:
 
     def _serve(self, session: Session | None, received: list[bytes] | int, line: Line) -> None:
         """Act on what has come, a message's frames or a short frame's length, and answer."""
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.note_received()
         if type(received) is int and session is not None:
             self._calls.serve_short(session, line, received)
         else:
@@ -293,6 +307,8 @@ class Desk:
         if session is not None and session.exchange.has_lanes:
             # the tether was perhaps read on the way, and will not be readable again
             self._reception.take_lanes(session)
+        if recorder is not None:
+            recorder.note_sent(session)
 
     def _serve_message(self, session: Session | None, frames: list[bytes], line: Line) -> None:
         call_id = 0

@@ -16,12 +16,15 @@ import os
 import signal
 import sys
 from _signal import getsignal  # type: ignore[import-not-found]  # (signal.getsignal takes 10 µs, for an enumeration)
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire_wire.interruption import postponed
 from gradwire_wire.process import INTERRUPT
 from gradwire_wire.segments import Ledger
 from gradwire_workers.faults import show
+
+if TYPE_CHECKING:
+    from gradwire_workers.recording import Recorder
 
 __all__ = ["Interrupts", "leave"]
 
@@ -37,9 +40,15 @@ os.register_at_fork(after_in_child=_note_child)
 
 
 class Interrupts:
-    """Which call is running, and the signal handlers that look there."""
+    """Which call is running, and the signal handlers that look there.
+
+    recorder: is told when user code begins and ends; None while no client records.
+    """
+
+    recorder: Recorder | None
 
     def __init__(self) -> None:
+        self.recorder = None
         self._running: tuple[Ledger, int] | None = None
         self._raised_for: tuple[Ledger, int] | None = None
         self._pid = os.getpid()
@@ -50,6 +59,8 @@ class Interrupts:
 
     def begin(self, ledger: Ledger, call_id: int) -> None:
         """User code starts; KeyboardInterrupt may come from here on, or at once if it was abandoned already."""
+        if self.recorder is not None:
+            self.recorder.note_begun(call_id)
         self._running = (ledger, call_id)
         if getsignal(_SIGINT) is not self._handler:
             signal.signal(_SIGINT, self._handler)
@@ -64,6 +75,8 @@ class Interrupts:
         postponed.clear()  # the call that it was meant for is over
         if _forked and _forked[0] != self._pid:
             leave(sys.exc_info()[1])
+        if self.recorder is not None:
+            self.recorder.note_computed()
 
     def _on_request(self, _signum: int, _frame: Any) -> None:
         """The broker asks: whatever handles SIGINT now hears of it, if it is the running call's concern."""

@@ -1,28 +1,23 @@
-"""When a client's calls were received, computed and answered here, for the client that asked for it by `messages.Trace`.
+"""When a client's messages were received, computed and answered here, for the client that asked for it by `messages.Trace`.
 
-A desk that records is a desk of another class, and only as long as somebody wants it: otherwise nothing here costs
-anything, not even a test. Times are CLOCK_MONOTONIC's, which the processes of a machine share.
+While somebody wants to know, there is a `Recorder`: the desk tells it of each message that comes and is done with, `interrupts` where
+user code begins and ends, `answers` of each answer that is ready. Times are CLOCK_MONOTONIC's, which the processes of a machine share.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
-from weakref import WeakSet
 
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import BY_NAME
 from gradwire_wire.errors import ProtocolError
 from gradwire_wire.messages import Trace
 from gradwire_wire.recordings import COLUMNS, MAX_ROWS, Ring
-from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import flatten
-from gradwire_workers.answers import Answers, Reply
 from gradwire_workers.desk import Desk
-from gradwire_workers.interrupts import Interrupts
-from gradwire_workers.sessions import Line, Session
+from gradwire_workers.sessions import Session
 
-__all__ = ["act"]
+__all__ = ["Recorder", "act"]
 
 INT64 = BY_NAME["int64"]
 now = time.monotonic_ns
@@ -32,110 +27,63 @@ def act(desk: Desk, session: Session, trace: Trace) -> tuple[bytes, list[Carrier
     """Begin a client's recording, or end it: the structure and the tensors of the answer."""
     if trace.capacity > MAX_ROWS:
         raise ProtocolError(f"a recording of {trace.capacity} rows; at most {MAX_ROWS}")
+    recorder = desk.recorder or Recorder(desk)
     if trace.capacity:
-        session.__dict__["ring"] = Ring(trace.capacity)
-        _begin(desk, session)
+        recorder.begin(session, trace.capacity)
         return flatten(None, callable)[0], []
-    ring = session.__dict__.pop("ring", None) or Ring(1)
-    _end(desk, session)
+    ring = recorder.end(session)
     facts = {"columns": list(COLUMNS), "dropped": ring.dropped}
     return flatten(facts, callable)[0], [Carrier(ring.taken(), INT64)]
 
 
-def _begin(desk: Desk, session: Session) -> None:
-    if type(desk) is Desk:
-        desk.__dict__.update(free=now(), recorded=WeakSet())
-        desk.answers.__dict__.update(call_id=0, ready=0)
-        desk.users_code.interrupts.__dict__.update(call_id=0, begun=0, computed=0)
-        desk.__class__ = RecordingDesk
-        desk.answers.__class__ = RecordingAnswers
-        desk.users_code.interrupts.__class__ = RecordingInterrupts
-    desk.__dict__["recorded"].add(session)
+class Recorder:
+    """Of one desk, which serves one message at a time: notes its steps, if its client is one of those that are recorded."""
 
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._rings: dict[Session, Ring] = {}
+        self._free = now()
+        self._received = self._call_id = self._begun = self._computed = self._ready = 0
 
-def _end(desk: Desk, session: Session) -> None:
-    if type(desk) is not Desk:
-        recorded = desk.__dict__["recorded"]
-        recorded.discard(session)
-        if not recorded:
-            desk.users_code.interrupts.__class__ = Interrupts
-            desk.answers.__class__ = Answers
-            desk.__class__ = Desk
+    def begin(self, session: Session, capacity: int) -> None:
+        """Record this client's messages from the next one on."""
+        self._rings[session] = Ring(capacity)
+        self._be_told(self)
 
+    def end(self, session: Session) -> Ring:
+        """Do so no more. What was recorded: nothing of a client that was not."""
+        ring = self._rings.pop(session, None)
+        if not self._rings:
+            self._be_told(None)
+        return ring or Ring(1)
 
-class RecordingInterrupts(Interrupts):
-    """Notes when user code begins and ends, and for which call."""
+    def _be_told(self, recorder: Recorder | None) -> None:
+        desk = self._desk
+        desk.recorder = desk.answers.recorder = desk.users_code.interrupts.recorder = recorder
 
-    call_id: int
-    begun: int
-    computed: int
+    def note_received(self) -> None:
+        """A message has come."""
+        self._call_id = self._begun = self._computed = self._ready = 0
+        self._received = now()
 
-    def begin(self, ledger: Ledger, call_id: int) -> None:
-        """As of `Interrupts`."""
-        self.call_id, self.begun = call_id, now()
-        super().begin(ledger, call_id)
+    def note_begun(self, call_id: int) -> None:
+        """User code begins, for the message of that number."""
+        self._call_id, self._begun = call_id, now()
 
-    def end(self) -> None:
-        """As of `Interrupts`."""
-        super().end()
-        self.computed = now()
+    def note_computed(self) -> None:
+        """User code is over."""
+        self._computed = now()
 
+    def note_ready(self, call_id: int) -> None:
+        """An answer is made, to the message of that number; 0: its number is not known."""
+        self._ready, self._call_id = now(), call_id or self._call_id
 
-class RecordingAnswers(Answers):
-    """Notes when an answer is ready, and to which call."""
-
-    call_id: int
-    ready: int
-
-    def send(self, session: Session | None, reply: Reply, line: Line) -> bool:
-        """As of `Answers`."""
-        self.ready, self.call_id = now(), reply.message.call_id
-        return super().send(session, reply, line)
-
-
-class RecordingDesk(Desk):
-    """Notes when each message of those clients came and was answered."""
-
-    recorded: WeakSet[Session]
-    free: int
-
-    def _serve(self, session: Session | None, received: list[bytes] | int, line: Line) -> None:
-        came = _begin_row(self)
-        super()._serve(session, received, line)
-        _end_row(self, session, came)
-
-    def _forget(self, session: Session) -> None:
-        super()._forget(session)
-        _end(self, session)
-
-
-# Not methods: the message that ends a recording changes the desk's class before its row would be made.
-
-
-def _begin_row(desk: RecordingDesk) -> int:
-    ran: Any = desk.users_code.interrupts
-    answer: Any = desk.answers
-    answer.call_id = answer.ready = ran.call_id = ran.begun = ran.computed = 0
-    return now()
-
-
-def _end_row(desk: RecordingDesk, session: Session | None, received: int) -> None:
-    sent = now()
-    ran: Any = desk.users_code.interrupts
-    answer: Any = desk.answers
-    ring = session.__dict__.get("ring") if session is not None else None
-    call_id = answer.call_id or ran.call_id
-    if ring is not None and call_id:  # a message without a number has no answer
-        # (a column holds 63 bits; no honest client has counted so far)
-        ring.add(
-            (
-                call_id & (1 << 63) - 1,
-                desk.free,
-                received,
-                ran.begun,
-                ran.computed,
-                answer.ready or sent,
-                sent,
-            )
-        )
-    desk.free = sent
+    def note_sent(self, session: Session | None) -> None:
+        """The message, which came from there, is done with."""
+        sent = now()
+        ring = None if session is None else self._rings.get(session)
+        if ring is not None and self._call_id:  # a message without a number has no answer
+            # (a column holds 63 bits; no honest client has counted so far)
+            number, ready = self._call_id & (1 << 63) - 1, self._ready or sent
+            ring.add((number, self._free, self._received, self._begun, self._computed, ready, sent))
+        self._free = sent

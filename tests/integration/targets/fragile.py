@@ -267,6 +267,7 @@ class _NoLink:
     """What a connection asks of a broker, where there is none in this process."""
 
     broker_alive = True
+    recorder = None
 
     def watch(self, fd: int, act: Any) -> None: ...
 
