@@ -37,7 +37,8 @@ class Part(Fixed):
     def _never_called(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
             "this part of a gradwire module only holds parameters: its forward runs in the worker, and a hook here would never "
-            "be called. Register it on the whole module, or in the factory that makes the module in the worker"
+            "be called. Register it on the whole module, or in the factory that makes the module in the worker. (A tool that hooks every "
+            "layer, to print a summary or to count operations, cannot look into it: show it the model in the worker)"
         )
 
     register_forward_pre_hook = _never_called
