@@ -161,12 +161,14 @@ class PrivateBroker(LocalBroker):
 
     def resume(self) -> None:
         """Somebody may have stopped it (SIGSTOP); then it would not hear that it is to end."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # this program may be another user's by now
             self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """At once; its workers end with it."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             self._process.send_signal(signal.SIGKILL)
         self.wait_ended(1.0)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
 from gradwire.broker_link import BrokerLink
+from gradwire.private_broker import PrivateBroker
 from gradwire_wire import control
 from gradwire_wire.errors import DeadlineError, UsageError
 
@@ -39,3 +42,15 @@ def test_a_worker_that_does_not_come_back_is_waited_for_until_the_deadline() -> 
     with pytest.raises(DeadlineError, match=r"is still not there again \(SIGKILL\) after"):
         link.find_worker("w", 0.15)
     assert link.looks < 10, "it looks now and then, and not all the time"
+
+
+def test_a_program_that_has_given_up_its_rights_can_still_end() -> None:
+    """As servers do that begin as root, and may send its processes no signals then. Their broker sees their end."""
+
+    def refuse(_: int) -> NoReturn:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    broker: Any = PrivateBroker.__new__(PrivateBroker)
+    broker._process = SimpleNamespace(send_signal=refuse, wait=lambda timeout: 0)
+    broker.resume()
+    broker.kill()

@@ -631,6 +631,31 @@ def test_R02_live_leases_stay_right_in_both_after_a_fork() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_R02_what_a_forked_child_writes_into_shared_memory_is_its_own() -> None:
+    """As it is with all other memory. A parameter, or an array of `Bridge.empty`, was the parent's too."""
+    code = """
+import os, numpy as np
+from gradwire_wire.segments import *
+own = OwnSegment(1, 1 << 20)
+theirs = ForeignSegment(os.dup(own.fd), own.nbytes); theirs.map()
+a = own.array((1000,), "f8", 4096)
+a[:] = 3.0
+pid = os.fork()
+if pid == 0:
+    ok = (a == 3).all()
+    a[:] = -1.0
+    os._exit(0 if ok and (a == -1).all() else 3)
+assert os.waitpid(pid, 0)[1] == 0
+assert (a == 3).all(), "the child wrote here"
+a[:] = 4.0
+assert (theirs.view((1000,), "f8", None, Lease(theirs, 4096, 8000, 1, Ledger(), True)) == 4).all(), "it is shared as before"
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_at_exit_nothing_is_returned() -> None:
     """A view may be in use by other finalizers until the very end."""
     code = (

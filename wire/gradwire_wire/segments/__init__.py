@@ -35,7 +35,9 @@ with ``pread`` and ``pwrite``. Only the owner maps its own file. A peer could tr
 
 ``fork``: parent and child would share leases, and the first to drop a view would end it for both.
 A before-fork hook therefore copies every leased page privately (the child inherits the copies, which
-no owner can change), and a lease is ended only by the process that took it.
+no owner can change), and a lease is ended only by the process that took it. What a process shares itself stays its own: a child's
+mappings of it become private, so what the child writes (into an array of `Bridge.empty`, a parameter) is not seen by its parent, as with all
+other memory. What the parent writes later is seen in the child where that has written nothing: to copy it all at each fork would cost too much.
 
 ``own`` and ``borrowed`` have the two kinds of segments, ``ledger`` what passes between them, ``shared_page`` the one memory that both
 ends write (of a lane), ``private`` memory that is nobody else's and is kept like theirs; below these are ``files`` (memory files), ``exporters`` (what arrays keep alive), ``private_copies`` and ``system``.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from gradwire_wire.segments.system import (
 )
 
 __all__ = ["OwnSegment"]
+
+_own: weakref.WeakSet[OwnSegment] = weakref.WeakSet()
 
 
 class OwnSegment(Descriptor):
@@ -48,6 +52,7 @@ class OwnSegment(Descriptor):
             raise
         self.address: int = self.mapping.address
         madvise(self.address, nbytes, MADV_POPULATE_WRITE)
+        _own.add(self)
 
     def array(
         self, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...] | None = None
@@ -66,3 +71,12 @@ class OwnSegment(Descriptor):
     def give_back(self, offset: int, nbytes: int) -> None:
         """Return the pages of an idle slot to the system (they read as zeros until taken again)."""
         libc.fallocate(self.fd, FALLOC_KEEP_SIZE_PUNCH_HOLE, offset, nbytes)
+
+
+def _leave_to_the_parent() -> None:
+    for segment in list(_own):
+        if segment.fd >= 0:
+            segment.mapping.make_private(segment.fd)
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

@@ -25,7 +25,7 @@ __all__ = [
 PAGE = mmap.PAGESIZE
 MADV_DONTNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 4, 22, 23
 FALLOC_KEEP_SIZE_PUNCH_HOLE = 3
-MAP_NORESERVE = 0x4000
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -73,6 +73,11 @@ class Mapping:
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.address, self.nbytes = address, nbytes
+
+    def make_private(self, fd: int) -> None:
+        """From now on what is written here is seen here alone. ``fd``: the memory file's. Where the system refuses, it stays as it is."""
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED
+        libc.mmap(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
 
     def __del__(self, munmap: Any = libc.munmap, postpone: Any = postpone) -> None:
         try:
