@@ -369,6 +369,20 @@ def test_r34_a_batch_whose_rows_are_pulled_together(size: int, compile: bool | N
     close([np.asarray(whole[0])], [expected[0]])
 
 
+@pytest.mark.parametrize("f", [lambda x: 3 * x, lambda x: x, lambda x: x.sum(), lambda x: jnp.fft.rfft(x)])
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_r34_rows_of_a_linear_function_under_one_cotangent(f: Any, size: int) -> None:
+    """``vmap(grad(f))``: nothing of it depends on the row, neither what was kept nor what is pulled back."""
+    x = normal(size, 4)
+    made, residual = load(f).keep_rows(site(1), (("V", (True,)),), [x])
+    y = jax.eval_shape(f, x[0] if size else normal(4))
+    cotangent = np.asarray(normal(*y.shape), y.dtype)
+    close(made.tensors, [jax.vmap(f)(x)])
+    bars = residual.derive_rows(("T", (0,), 1), (True, False), [cotangent], np.arange(size))
+    row = np.asarray(jax.vjp(f, normal(4))[1](jnp.asarray(cotangent).conj())[0])
+    close(bars, [np.stack([row] * size) if size else normal(0, 4)])
+
+
 def test_rows_in_another_order_are_left_to_the_desk() -> None:
     _, residual = load(jnp.sin).keep_rows(site(1), (("V", (True,)),), [normal(3)])
     assert residual.derive_rows(("T", (0,), 1), (True, True), [normal(3)], np.array([0, 2, 1])) is None

@@ -73,6 +73,7 @@ class KeepPlan:
         self._treedef: Any = None
         self._inexact: list[Any] = []
         self._places: list[Leaf] = []
+        self._size: int | None = None  # of the batch
         self._nbytes: int | None = None
 
     def __call__(self, operands: Sequence[Any]) -> tuple[Sequence[Any], list[Any], int]:
@@ -111,6 +112,7 @@ class KeepPlan:
         forward = partial(self._keep, derived(partial(call, consts), self._word), consts)
         if self.axes is None:
             return forward(*operands)
+        self._size = operands[self.axes.index(True)].shape[0]
         return jax.vmap(forward, in_axes=tuple(0 if mapped else None for mapped in self.axes))(*operands)
 
     def _keep(self, function: Any, consts: list[Any], *operands: Any) -> tuple[Any, list[Any]]:
@@ -140,7 +142,9 @@ class KeepPlan:
         if axes is None:
             return pull
         leaf_axes = [self._axis(leaf) for leaf in self._places if leaf.place != LITERAL]
-        return jax.vmap(pull, in_axes=(leaf_axes, tuple(0 if mapped else None for mapped in axes)))
+        # A linear function leaves nothing of its rows, and their cotangents may be one: then its size tells of the batch.
+        in_axes = (leaf_axes, tuple(0 if mapped else None for mapped in axes))
+        return jax.vmap(pull, in_axes=in_axes, axis_size=self._size)
 
     def _axis(self, leaf: Leaf) -> int | None:
         if self.axes is None:
