@@ -29,6 +29,12 @@ class Anteroom:
         self._emptied = threading.Condition(self._lock)
         self._acts: deque[Callable[[], None]] = deque()
         self._is_awaited = self._is_serving = False
+        self._server = 0
+
+    @property
+    def is_served_here(self) -> bool:
+        """Whether it is this thread that begins the calls: none behind the one that it is at will be done before that."""
+        return self._is_serving and self._server == threading.get_ident()
 
     @property
     def is_occupied(self) -> bool:
@@ -54,7 +60,7 @@ class Anteroom:
         with self._lock:
             if self._is_serving:
                 return
-            self._is_serving = True
+            self._server, self._is_serving = threading.get_ident(), True
         while (act := self._first()) is not None:
             act()
             del act

@@ -376,6 +376,8 @@ class Pipeline:
             future = latest[0].future  # perhaps of a former connection, with another condition
             with self._finished_lock:
                 while future._state not in OVER:
+                    if self._is_over and self._background.anteroom.is_served_here:
+                        return  # it was given back, and would be made after the one that waits for it here
                     self.finished.wait(LOOK_S)
 
     def check_may_wait(self) -> None:

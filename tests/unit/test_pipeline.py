@@ -10,16 +10,30 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from gradwire import exits
-from gradwire.background import Background, raising
+from gradwire.background import Background, behind, raising
 from gradwire.futures import CallFuture, finish
+from gradwire.pipeline import Pipeline
 from gradwire_wire.errors import ClosedError, MemoryExhaustedError, UsageError
 from tests.doubles.interrupted import Interrupted
 
 # ---- Futures -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_in_the_anteroom_for_what_is_given_back_to_it_does_so_no_more() -> None:
+    background = Background("given-back")
+    pipeline = Pipeline(MagicMock(), MagicMock(), background)
+    waiting, behind_it = MagicMock(future=Future(), again=lambda: 1), Future[int]()
+    pipeline._waiting.append(waiting)
+    begun = threading.Event()
+    background.start_in_order(behind_it, behind(lambda: (begun.set(), pipeline.drain())[1], lambda: 2))
+    assert begun.wait(60)
+    pipeline.give_back()
+    assert (behind_it.result(60), waiting.future.result(60)) == (2, 1)
 
 
 @pytest.fixture
