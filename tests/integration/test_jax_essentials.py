@@ -105,6 +105,25 @@ def test_complex_as_jax_has_it(remote: Any) -> None:
     assert jax.jit(jax.grad(lambda z: remote("squared_norm")(z).sum()))(jnp.array([3 + 4j])) == 6 - 8j
 
 
+@pytest.mark.parametrize("compile", ["auto", False])
+def test_r33_a_result_that_nothing_follows_has_no_part(this_jax: gw.Worker, compile: Any) -> None:
+    """Its derivative is infinite here, and zero times that is not a number. Not every JAX's pullback takes nothing for a cotangent."""
+    f, x = this_jax.function("reports_jax:beside_a_cusp").options(compile=compile), jnp.arange(1.0, 4)
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x)[0].sum())(x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(jax.jacrev(lambda x: f(x)[0]))(x), jnp.diag(2 * x))
+    _, pullback = f.vjp(np.asarray(x))
+    ones = np.ones(3)
+    np.testing.assert_array_equal(pullback((ones, None))[0], 2 * x)
+    assert not pullback((None, None))[0].any() and np.isnan(pullback((None, ones))[0]).all()
+
+
+@pytest.mark.parametrize("compile", ["auto", False])
+def test_r33_nor_where_a_rule_of_the_users_is_not_linear(this_jax: gw.Worker, compile: Any) -> None:
+    f, x = this_jax.function("reports_jax:clipped_backward").options(compile=compile), jnp.ones(3)
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x)[0].sum())(x), np.full(3, 0.5))
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x)[1].sum())(x), np.full(3, 3.0))
+
+
 # ---- Dtypes --------------------------------------------------------------------------------------------------------
 
 

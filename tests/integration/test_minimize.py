@@ -148,6 +148,17 @@ def test_results_beside_the_loss_have_no_part_in_the_step(worker_of: Workers, fr
     assert np.isfinite(float(optimizer.minimize(x)["loss"]))
 
 
+def test_the_loss_is_pulled_back_as_by_its_own_backward(worker_of: Workers) -> None:
+    """torch refuses the older checkpoint where leaves are named; a leaf that is no parameter has its gradient as well."""
+    net = worker_of("torch").module("with_loss:make_checkpointed")
+    optimizer = net.optimizer("torch.optim:SGD", lr=0.5)
+    x = np.ones((2, 3), "f4")
+    assert optimizer.minimize(x) == {"loss": 6, "of the leaf": None}
+    (weight,) = net.parameters().values()
+    assert weight.tolist() == [[0, 0, 0]]
+    assert optimizer.minimize(x)["of the leaf"].tolist() == [6]
+
+
 def test_a_result_that_is_no_loss_moves_nothing(worker_of: Workers) -> None:
     net = worker_of("torch").module("with_loss:make_without_loss")
     optimizer = net.optimizer("torch.optim:SGD", lr=0.1)

@@ -37,6 +37,18 @@ def beside_a_cusp(x):
     return x**2, jnp.sqrt(0 * x)
 
 
+@jax.custom_vjp
+def _clipped(x):
+    return x
+
+
+_clipped.defvjp(lambda x: (x, None), lambda _, bar: (jnp.clip(bar, -0.5, 0.5),))
+
+
+def clipped_backward(x):
+    return _clipped(x), 3 * x
+
+
 def detached(a, b):
     return 2 * a, jax.lax.stop_gradient(a * b)
 

@@ -164,3 +164,22 @@ def make_keras_beside_a_cusp():
             return {"cusp": cusp, "loss": tf.reduce_sum((self.w * x) ** 2), "other": 2 * self.v}
 
     return BesideACusp()
+
+
+def make_checkpointed():
+    """With the older kind of checkpoint, and a leaf that is no parameter."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(3, 1, bias=False)
+            torch.nn.init.ones_(self.inner.weight)
+            self.offset = torch.zeros(1, requires_grad=True)
+
+        def forward(self, x):
+            y = checkpoint(self.inner, x + self.offset, use_reentrant=True)
+            return {"loss": y.sum(), "of the leaf": self.offset.grad}
+
+    return Checkpointed()

@@ -211,7 +211,7 @@ class TorchProgram(Program):
                 results = flat(*operands)
         self._check_of_this_call(site, results, here)
         result = _result(site, (), results, flat.structure)
-        add_gradient(results[place(result)], self.trainable())
+        add_gradient(results[place(result)])
         return result
 
     def _check_of_this_call(self, site: WorkerSite, results: Sequence[Any], here: int) -> None:

@@ -273,15 +273,15 @@ def _accumulating_grad(ys: Any, leaves: Sequence[Any], cts: Any, parameters: Seq
     return grads
 
 
-def add_gradient(loss: Any, parameters: Sequence[Any]) -> None:
-    """That of a real number to the parameters' own, as ``loss.backward()`` does. Frees the graph."""
-    if not loss.requires_grad or not parameters:
+def add_gradient(loss: Any) -> None:
+    """That of a real number to those of the leaves it depends on: ``loss.backward()``. Frees the graph."""
+    if not loss.requires_grad:
         return
-    ys, cts, inputs = (loss,), (torch.ones_like(loss),), tuple(parameters)
-    if _is_plain(ys, cts, inputs):
-        _run_engine(ys, cts, False, False, inputs, True, True)
+    ys, cts = (loss,), (torch.ones_like(loss),)
+    if _is_plain(ys, cts, ()):
+        _run_engine(ys, cts, False, False, (), True, True)
     else:
-        torch.autograd.backward(ys, cts, inputs=inputs)
+        torch.autograd.backward(ys, cts)
 
 
 def _accumulate(p: Any, grad: Any) -> None:
