@@ -27,8 +27,8 @@ def warn_of_cut(program: Program, site: WorkerSite, word: Word, cotangents: Sequ
         return
     program.told_of_cut = True
     warnings.warn(
-        f"the gradient of {program.name} is zero: its results do not depend, as far as the framework sees, on any argument "
-        "that is differentiated. Does it leave the framework on the way (.detach(), .item(), numpy, no_grad)? If that is "
+        f"the gradient of {program.name} is zero: those of its results that are used do not depend, as far as the framework "
+        "sees, on any argument that is differentiated. Does it leave the framework on the way (.detach(), .item(), numpy, no_grad)? If that is "
         "meant, say so in the caller (jax.lax.stop_gradient(x), x.detach()), and nothing is asked for here",
         stacklevel=1,
     )
