@@ -169,7 +169,7 @@ def test_r57_what_is_no_answer_to_a_start(message: Any) -> None:
 @pytest.mark.parametrize("kind", control.KINDS.values())
 def test_r57_news_of_every_kind_end_nothing(kind: Any) -> None:
     """Also what only a program says to a broker; and what nobody has asked for."""
-    news = BrokerNews("connect anew")
+    news = BrokerNews("the broker ended", "connect anew")
     with news.request() as request:
         for number in (request.number, request.number + 1):
             news.learn(kind(*[number] * len(kind._fields)))
