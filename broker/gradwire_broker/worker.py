@@ -91,12 +91,8 @@ class Worker:
 
     def __init__(self, order: Start, place: Place, client: bytes, base: dict[str, str]) -> None:
         """Raises CannotLaunch."""
-        self.order, self.place, self.client = (
-            order,
-            place._replace(threads=fair_share(place.threads, base)),
-            client,
-        )
-        self._base = base
+        self.order, self.client, self._base = order, client, base
+        self.place = place._replace(threads=fair_share(place.threads, base))
         self.asking = [(client, order.request)]
         self.calls = 0
         self._is_asked = False

@@ -167,9 +167,7 @@ class BrokerChannel:
         self._hear_all()
         self.thread.unlisten(self._end)
         self._broker.wait_ended(0.0)
-        if (
-            self._broker.keys is not None
-        ):  # it runs on another machine, and has not ended for all that is known
+        if self._broker.keys is not None:  # on another machine it has not ended, for all that is known
             self.news.note_broker_lost(self._broker.last_words())
             return
         orphaned = self.news.note_broker_ended(self._broker.last_words())

@@ -161,9 +161,8 @@ class PrivateBroker(LocalBroker):
 
     def resume(self) -> None:
         """Somebody may have stopped it (SIGSTOP); then it would not hear that it is to end."""
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # this program may be another user's by now
+        # (it is denied where this program has become another user's meanwhile)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:

@@ -53,7 +53,7 @@ class _Loss:
 
     def __init__(self, engine: Engine, program: Program, site: WorkerSite, operands: Sequence[Any]) -> None:
         self._engine, self._program, self._site, self._operands = engine, program, site, operands
-        self._is_first = True
+        self._is_first, self._at = True, 0
 
     def accumulate(self) -> Any:
         """Its value, when its gradient was added to the module's own."""
@@ -62,7 +62,7 @@ class _Loss:
             result = self._by_anchor()
         if self._is_first:
             self.first, self._is_first = result, False
-        return result.tensors[self._place(result)]
+        return result.tensors[self._at]
 
     def _by_anchor(self) -> Result:
         """As a caller's own autodiff does it where a module is the first stage."""
@@ -78,6 +78,7 @@ class _Loss:
     def _place(self, result: Result) -> int:
         place = _place_of_loss(result.structure)
         if place is not None and _is_real_number(self._engine.aval(result.tensors[place])):
+            self._at = place
             return place
         avals = map(self._engine.aval, result.tensors)
         shown = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in avals) or "no tensor"
