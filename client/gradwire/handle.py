@@ -342,7 +342,7 @@ class Handle(Cached):
         """A step for the pipeline, as `gradwire.minimizing` has it. The optimizer stays in the worker until it is made."""
         self._note_step()
         made = pipeline.submission(self, self._remote, step.site, step.carriers, step.adopt, None, (step.op,))
-        made.holds = optimizer
+        made.holds, made.may_gather = optimizer, step.site.timeout_s is None
         return made
 
     def note_death(self) -> None:

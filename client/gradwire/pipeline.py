@@ -153,7 +153,7 @@ class Pipeline:
         elif not call.future.set_running_or_notify_cancel():
             return
         is_first, now, packets = not self._under_way, time.perf_counter(), self._packets
-        call.frame = self._coder.frame_of(call)
+        call.frame = self._coder.frame_of(call, len(self._under_way))
         call.carriers, call.again = [], None
         self._nbytes += call.nbytes
         if is_first:

@@ -130,9 +130,21 @@ _short = partial(tuple.__new__, Short)
 
 
 class Plan:
-    """One plan on one line. ``structure``: of the results in short answers. ``nbytes``: of a short call."""
+    """One plan on one line. ``structure``: of the results in short answers. ``nbytes``: of a short call. ``took_ns``: what the last took in the worker (0:
+    unknown).
+    """
 
-    __slots__ = ("_answer", "_call", "_incoming", "_line", "_outgoing", "nbytes", "number", "structure")
+    __slots__ = (
+        "_answer",
+        "_call",
+        "_incoming",
+        "_line",
+        "_outgoing",
+        "nbytes",
+        "number",
+        "structure",
+        "took_ns",
+    )
 
     def __init__(self, number: int, line: Any, signature: Sequence[Any], exchange: Exchange) -> None:
         """ProtocolError where such a call cannot be planned."""
@@ -143,7 +155,7 @@ class Plan:
         self.number, self._line, self.structure = number, line, b""
         self._outgoing, self._incoming = line.outgoing, line.incoming
         self._call = Frame(layout, line.outgoing, exchange)
-        self.nbytes = layout.nbytes
+        self.nbytes, self.took_ns = layout.nbytes, 0
         self._answer: Frame | None = None
 
     def note_done(self, done: messages.Done, exchange: Exchange) -> None:
@@ -153,12 +165,20 @@ class Plan:
         self.structure = done.structure
 
     def put(
-        self, carriers: Sequence[Carrier | None], call_id: int, token: int, released: Sequence[int]
+        self,
+        carriers: Sequence[Carrier | None],
+        call_id: int,
+        token: int,
+        released: Sequence[int],
+        together: int = 0,
     ) -> Sequence[int]:
-        """Write a short call into the line's buffer; the loans it makes. See `Frame.put`."""
+        """Write a short call into the line's buffer; the loans it makes. See `Frame.put`.
+
+        together: how many answers may come together; where no tokens are released.
+        """
         loans = self._call.put(carriers)
         if not released:
-            _pack_head(self._outgoing, 0, SHORT_CALL, 0, self.number, 0, call_id, token)
+            _pack_head(self._outgoing, 0, SHORT_CALL, 0, self.number, together, call_id, token)
             return loans
         tokens = (*released, *_NONE_RELEASED[len(released) :])
         _pack_call(self._outgoing, 0, SHORT_CALL, len(released), self.number, 0, call_id, token, *tokens)

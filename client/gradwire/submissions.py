@@ -16,6 +16,7 @@ from gradwire.answers import check_results
 from gradwire.endings import error_of
 from gradwire.plans import Plan, Template, signature_of
 from gradwire.site import Outcome, Site
+from gradwire.steps import together
 from gradwire_wire import messages
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.chain import serving
@@ -49,7 +50,8 @@ class Submission:
     """One call: what it needs to be encoded, and then to be told its answer.
 
     adopt: makes a tensor of a result's carrier. again: makes the call the ordinary way; None where it never waits here. is_elsewhere: whether no
-    packet takes it. is_late: whether others wait before it. holds: what must not go before it is answered.
+    packet takes it. is_late: whether others wait before it. holds: what must not go before it is answered. may_gather: whether its answer may wait
+    for those of the next ones, where they are quick.
     """
 
     __slots__ = (
@@ -68,6 +70,7 @@ class Submission:
         "is_late",
         "is_new",
         "key",
+        "may_gather",
         "nbytes",
         "number",
         "plan",
@@ -94,6 +97,7 @@ class Submission:
         self.key = (remote, site.number, word, tuple(chain) if chain else (), signature)
         self.nbytes = sum([c.array.nbytes for c in carriers])
         self.is_abandoned = self.is_elsewhere = self.is_late = self.is_new = self.is_fresh = False
+        self.may_gather = False
         self.call_id = self.number = 0
         self.frame = b""
         self.plan: Plan | None = None
@@ -123,14 +127,18 @@ class Coder:
 
     # -- encoding (lock held) ----------------------------------------------------------------------
 
-    def frame_of(self, call: Submission) -> bytes:
-        """The call as it is sent; its tensors are lent. `Elsewhere`; raises what refuses the arguments."""
+    def frame_of(self, call: Submission, under_way: int) -> bytes:
+        """The call as it is sent; its tensors are lent. `Elsewhere`; raises what refuses the arguments.
+
+        under_way: how many calls are, before this.
+        """
         lane = self._lane
         call.call_id = next(self._connection.call_ids)
         plan = None if call.signature is None else self._plans.get(call.key)
         if plan is not None and plan.nbytes <= self._most:
             with contextlib.suppress(NotShared):
-                plan.put(call.carriers, call.call_id, 0, ())
+                answers = together(plan.took_ns, under_way) if call.may_gather else 0
+                plan.put(call.carriers, call.call_id, 0, (), answers)
                 call.plan = plan
                 return bytes(lane.outgoing[: plan.nbytes])
         return self._long_frame(call)
@@ -211,6 +219,7 @@ class Coder:
         if head.call_id != call.call_id:
             raise Strange
         connection.compute_ns += head.compute_ns
+        plan.took_ns = head.compute_ns
         connection.released.give_back(head.token)
         if call.is_abandoned:
             plan.decline()

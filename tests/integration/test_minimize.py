@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.steps import UNDER_WAY
+from gradwire.steps import QUICK_NS, TOGETHER, UNDER_WAY, together
 from tests.doubles.patience import soon
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
@@ -374,6 +374,41 @@ def test_few_steps_are_under_way_at_once(worker_of: Workers, tmp_path: pathlib.P
     sign.touch()
     thread.join(60)
     assert [float(future.result(60)) > 0 for future in futures] == [True] * (UNDER_WAY + 1)
+
+
+QUICK_S = 3e-4
+"""Seconds of a step which is long enough that others come meanwhile, and short enough that its answer waits for theirs."""
+
+
+def test_a_deadline_ends_the_step_that_is_slow_and_none_before_it(worker_of: Workers) -> None:
+    """Answers of quick steps come together, but not where a step may be given up: the first of them would be blamed."""
+    net = worker_of("torch").module("with_loss:make_that_naps")
+    optimizer = net.options(timeout=1.0).optimizer("torch.optim:SGD", lr=0.01)
+    for _ in range(12):
+        optimizer.submit(X, np.array(QUICK_S)).result(60)
+    for count in range(18, 22):  # whatever number would come together
+        futures = [optimizer.submit(X, np.array(nap)) for nap in [QUICK_S] * count + [60.0, 0.0]]
+        with pytest.raises(gw.DeadlineError):
+            futures.pop(count).result(60)
+        losses = [float(future.result(60)) for future in futures]
+        assert losses == sorted(losses, reverse=True) and len(set(losses)) == count + 1
+
+
+def test_quick_steps_before_a_slow_one(worker_of: Workers) -> None:
+    optimizer = worker_of("torch").module("with_loss:make_that_naps").optimizer("torch.optim:SGD", lr=0.01)
+    naps = [QUICK_S] * 40 + [0.5] + [QUICK_S] * 20 + [0.2]
+    losses = [float(f.result(60)) for f in [optimizer.submit(X, np.array(nap)) for nap in naps]]
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == len(naps)
+
+
+@pytest.mark.parametrize(
+    ("took_ns", "under_way", "wanted"),
+    [(0, 7, 0), (QUICK_NS, 7, 0), *((1000, n, min((n + 2) // 2, TOGETHER)) for n in range(UNDER_WAY))],
+)
+def test_how_many_answers_come_together(took_ns: int, under_way: int, wanted: int) -> None:
+    """Of quick steps, and as long as the worker has others."""
+    assert together(took_ns, under_way) == wanted
+    assert wanted <= 1 or wanted <= under_way
 
 
 def failing_steps(worker_of: Workers, sign: pathlib.Path) -> tuple[gw.Remote, gw.Optimizer, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -11,7 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ import numpy as np
 import pytest
 
 from gradwire_wire import messages, plans, sockets
+from gradwire_wire.batches import batch_of
 from gradwire_wire.carriers import Carrier
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.exchange import Exchange, Memory, close_all
-from gradwire_wire.lane import lane_pair
+from gradwire_wire.lane import TooLong, lane_pair
 from gradwire_wire.messages import (
     Call,
     Done,
@@ -44,6 +47,7 @@ from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import fill, flatten, positional
 from gradwire_wire.tether import Tether, TetherClosedError, connect_tether
 from gradwire_workers.desk import MOST_RAISED, Desk
+from gradwire_workers.held import MOST, Held
 from gradwire_workers.turns import Turns
 
 TOKEN, INCARNATION = b"t" * 16, b"i" * 16
@@ -62,6 +66,7 @@ print("ready", flush=True)
 desk.serve(0, lambda: False)
 """
 TARGETS = """
+import os, sys, time
 import numpy as np
 kept = []
 def double(x): return x * 2
@@ -72,6 +77,10 @@ def identity(x): return x
 def scribble(x): x[...] = -1; return x
 def fail(*xs): raise ValueError("bad 42")
 def text(n): return "x" * n
+def wait(x):
+    while x[0] < 0 and not os.path.exists(f"{sys.argv[1]}/{x[0]:.0f}"): time.sleep(0.001)
+    return x
+wait_too = lambda x: wait(x)
 def surrogate(): return "\\ud800"
 class Module:
     def __call__(self, x): return x
@@ -494,9 +503,9 @@ def plan_of(remote: int, header: Any, **changes: Any) -> messages.Plan:
     return plain._replace(**changes)
 
 
-def short_call(call_id: int, x: np.ndarray, plan: int = 3, token: int = 0) -> bytes:
+def short_call(call_id: int, x: np.ndarray, plan: int = 3, token: int = 0, together: int = 0) -> bytes:
     frame = bytearray(plans.HEAD + plans.ALIGNMENT + x.nbytes)
-    plans.CALL.pack_into(frame, 0, plans.SHORT_CALL, 0, plan, 0, call_id, token, *(0,) * 8)
+    plans.CALL.pack_into(frame, 0, plans.SHORT_CALL, 0, plan, together, call_id, token, *(0,) * 8)
     frame[plans.HEAD : plans.HEAD + x.nbytes] = x.tobytes()
     return bytes(frame[: plans.HEAD + x.nbytes])
 
@@ -589,6 +598,126 @@ def test_a_plan_ends_with_its_number_and_is_not_anothers(client: Client, folder:
     sockets.send_nowait(other.dealer, [short_call(5, x)])
     assert messages.unpack(answer_on(other.dealer)).kind == "ProtocolError"
     other.close()
+
+
+LET_GO, HELD_UP, BUSY = full(1, 4), full(-1, 4), full(-2, 4)
+"""Arguments of `wait`: what is negative waits for a file of that name."""
+
+
+@pytest.fixture(params=["lane", "ZeroMQ"])
+def waiting(
+    request: Any, client: Client, folder: Path
+) -> Iterator[tuple[Callable[[list[bytes]], None], Any]]:
+    """How to send frames that are all there when the first of them has been served, and who receives.
+
+    Plans 3 and 4 wait for a file where they are told to.
+    """
+    line, theirs = lane_pair(200)
+    assert client.exchange.pass_lane(theirs.fileno())
+    theirs.close()
+    by_zmq = request.param == "ZeroMQ"
+    receiver = sockets.Dealer(f"ipc://{folder}/z", client.id + b"0002", 200) if by_zmq else line
+    for number, target in ((3, "wait"), (4, "wait_too")):
+        plan = plan_of(client.load(target), client.lend(LET_GO)[0][0], plan=number)
+        receiver.send_nowait([messages.pack(plan)])
+        client.exchange.borrow_all(messages.unpack(received_by(receiver)).headers, [])
+
+    def send(frames: list[bytes]) -> None:
+        if not by_zmq:
+            line.send_nowait([batch_of(frames)])
+            return
+        call = Call(1, client.load("wait"), positional(1), [], 0, 0, 0, None, 0, None, [], [], [])
+        headers, _ = client.lend(BUSY)
+        line.send_nowait(
+            [messages.pack(call._replace(headers=headers))]
+        )  # the worker is busy with this while they come
+        for frame in frames:
+            receiver.send_nowait([frame])
+        time.sleep(0.1)
+        (folder / "-2").touch()
+        client.exchange.borrow_all(messages.unpack(received_by(line)).headers, [])
+
+    yield send, receiver
+    signs = [folder / "-1", folder / "-2"]
+    for sign in signs:
+        sign.touch()  # a test that has failed leaves nobody waiting
+    client.load("double")
+    for sign in signs:
+        sign.unlink()
+    line.close()
+    if by_zmq:
+        receiver.close()
+
+
+def received_by(line: Any) -> bytes:
+    for _ in range(300):
+        with contextlib.suppress(sockets.Again):
+            received = line.receive()
+            return bytes(line.incoming[:received]) if type(received) is int else received[0]
+    raise AssertionError("no answer")
+
+
+def number_of(frame: bytes) -> int:
+    return int(plans.ANSWER.unpack_from(frame)[4])
+
+
+def test_an_answer_waits_for_the_next_that_is_there(waiting: Any, folder: Path) -> None:
+    send, line = waiting
+    calls = [short_call(11, LET_GO, together=3), short_call(12, HELD_UP, together=3)]
+    send([*calls, short_call(13, LET_GO, together=3), short_call(14, LET_GO, together=3)])
+    with pytest.raises(sockets.Again):
+        line.receive()
+    (folder / "-1").touch()
+    assert [number_of(received_by(line)) for _ in range(4)] == [11, 12, 13, 14]
+
+
+@pytest.mark.parametrize(
+    ("together", "plan"), [(0, 3), (1, 3), (2, 4)], ids=["not asked for", "of one", "another plan"]
+)
+def test_an_answer_does_not_wait(together: int, plan: int, waiting: Any, folder: Path) -> None:
+    send, line = waiting
+    send([short_call(11, LET_GO, together=together), short_call(12, HELD_UP, plan)])
+    assert number_of(received_by(line)) == 11
+    with pytest.raises(sockets.Again):
+        line.receive()
+    (folder / "-1").touch()
+    assert number_of(received_by(line)) == 12
+
+
+def test_so_many_answers_come_together_and_no_more(waiting: Any, folder: Path) -> None:
+    send, line = waiting
+    send([short_call(11 + i, LET_GO, together=2) for i in range(2)] + [short_call(13, HELD_UP, together=2)])
+    assert [number_of(received_by(line)) for _ in range(2)] == [11, 12]
+    (folder / "-1").touch()
+    assert number_of(received_by(line)) == 13, "there is nothing it could wait for"
+
+
+def test_an_error_comes_after_the_answers_before_it(waiting: Any) -> None:
+    send, line = waiting
+    send([short_call(11, LET_GO, together=9), short_call(12, LET_GO, together=9)[:-1]])
+    assert number_of(received_by(line)) == 11
+    assert messages.unpack(received_by(line)).kind == "ProtocolError"
+
+
+def test_whatever_a_client_says_answers_are_not_held_for_ever() -> None:
+    line, held = Mock(), Held()
+    for i in range(MOST):
+        assert not line.send_nowait.called
+        held.put(line, 3, bytes([i]), 1 << 31)
+    assert [call.args[0] for call in line.send_nowait.call_args_list] == [[bytes([i])] for i in range(MOST)]
+    assert not held
+
+
+def test_an_answer_that_the_lane_does_not_take_is_kept_and_the_others_after_it() -> None:
+    line, held = Mock(), Held()
+    line.send_nowait.side_effect = [TooLong, None]
+    held.put(line, 3, b"a", 2)
+    held.put(line, 3, b"b", 2)
+    line.keep.assert_called_once_with(b"a")
+    line.send_nowait.side_effect = sockets.Unreachable
+    held.put(line, 3, b"c", 2)
+    held.release()
+    assert not held and line.send_nowait.call_count == 3
 
 
 def test_a_plan_that_failed_is_none(client: Client) -> None:

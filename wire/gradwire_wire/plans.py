@@ -53,7 +53,7 @@ MAX_RELEASED = 8
 MAX_AXES = 32
 HEAD = 64
 CALL = struct.Struct("<BBHIQQ8I")
-"""kind, how many tokens are released, plan, 0, call_id, token, the released tokens."""
+"""kind, how many tokens are released, plan, how many answers may come together (0: this alone), call_id, token, the released tokens."""
 CALL_HEAD = struct.Struct("<BBHIQQ")
 """The same where none is released: what is there in their place means nothing."""
 ANSWER = struct.Struct("<BBHIQQQ")

@@ -17,6 +17,7 @@ from gradwire_wire.lane import MAX_PACKET, Lane, TooLong
 from gradwire_wire.messages import Done, Failed, Long
 from gradwire_wire.structures import naming
 from gradwire_workers import faults, plans
+from gradwire_workers.held import Held
 from gradwire_workers.program import Engine
 from gradwire_workers.residuals import Residuals
 from gradwire_workers.sessions import Line, Session
@@ -39,12 +40,15 @@ class Reply(NamedTuple):
 
 
 class Answers:
-    """Makes replies of results, and sends them. recorder: is told when one is ready; None while no client records."""
+    """Makes replies of results, and sends them, after those that are held.
+
+    recorder: is told when one is ready; None while no client records.
+    """
 
     recorder: Recorder | None
 
-    def __init__(self, engine: Engine, residuals: Residuals) -> None:
-        self.recorder = None
+    def __init__(self, engine: Engine, residuals: Residuals, held: Held) -> None:
+        self.recorder, self._held = None, held
         self._export, self._export_all, self._residuals = engine.export, engine.export_all, residuals
 
     def exported(self, result: Sequence[Any], structure: bytes) -> Sequence[Carrier | None]:
@@ -80,6 +84,8 @@ class Answers:
         if self.recorder is not None:
             self.recorder.note_ready(reply.message.call_id)
         is_done = type(reply.message) is Done
+        if self._held:
+            self._held.release()
         try:
             frames = _packed(session, reply, line)
         except Exception as error:  # longer than the client would read, or text that is none

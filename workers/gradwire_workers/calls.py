@@ -19,6 +19,7 @@ from gradwire_workers import faults, plans
 from gradwire_workers.answers import Answers, Reply
 from gradwire_workers.asked import check_mode, is_seeded, site_of, take_seed
 from gradwire_workers.evaluation import Request
+from gradwire_workers.held import Held
 from gradwire_workers.loaded import Loaded
 from gradwire_workers.operands import Operands
 from gradwire_workers.residuals import Kept, Residuals
@@ -43,10 +44,11 @@ class Calls:
         users_code: UsersCode,
         answers: Answers,
         residuals: Residuals,
+        held: Held,
     ) -> None:
         self._name, self._incarnation, self._loaded = name, incarnation, loaded
         self._operands, self._users_code = operands, users_code
-        self._answers, self._residuals = answers, residuals
+        self._answers, self._residuals, self._held = answers, residuals, held
         self.count = 0
 
     # -- messages --------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class Calls:
 
     def serve_short(self, session: Session, line: Line, nbytes: int) -> None:
         """A planned call: everything about it is known but its number, its tokens and its tensors."""
-        call_id, token, released, plan = plans.short_of(line, nbytes)
+        call_id, token, released, together, plan = plans.short_of(line, nbytes)
         try:
             if plan is None:
                 raise ProtocolError("a short call of a plan that is unknown, or not as the plan says")
@@ -101,7 +103,7 @@ class Calls:
                 operands = plan.take_tensors()
             else:
                 operands = self._operands.adopted(plan.call, plan.take())
-            reply = self._call_short(session, call_id, token, plan, operands, line)
+            reply = self._call_short(session, call_id, token, plan, operands, line, together)
         except BaseException as error:
             reply = Reply(faults.failed(call_id, error))
             del error
@@ -109,9 +111,16 @@ class Calls:
             plan.note_done(reply.message)  # type: ignore[arg-type]
 
     def _call_short(
-        self, session: Session, call_id: int, token: int, plan: plans.Plan, operands: list[Any], line: Line
+        self,
+        session: Session,
+        call_id: int,
+        token: int,
+        plan: plans.Plan,
+        operands: list[Any],
+        line: Line,
+        together: int,
     ) -> Reply | None:
-        """Answers by a short answer, or gives the long one."""
+        """Answers by a short answer, which may wait in ``held``, or gives the long one."""
         self.count += 1
         call = plan.call
         if call.training is not None:
@@ -129,7 +138,7 @@ class Calls:
         number = 0 if kept is None else self._residuals.issue()
         exported = self._answers.exported(tensors, structure)
         try:
-            if plan.answer(line, call_id, exported, structure, number, ns):
+            if plan.answer(line, call_id, exported, structure, number, ns, self._held, together):
                 if kept is not None:
                     self._keep_behind_answer(number, kept)
                 return None

@@ -29,12 +29,13 @@ from gradwire_wire.messages import Call, Done, Forget, Load, Ping, Plan, Release
 from gradwire_wire.page import WorkerPage
 from gradwire_wire.sockets import Addressee
 from gradwire_wire.structures import fill_call, flatten, leaf_count
-from gradwire_workers import faults
+from gradwire_workers import faults, plans
 from gradwire_workers.answers import Answers, Reply
 from gradwire_workers.asked import all_there, aval_of, is_seeded, seed_place, site_of
 from gradwire_workers.calls import Calls
 from gradwire_workers.departures import Departures
 from gradwire_workers.far import FarDoor
+from gradwire_workers.held import Held
 from gradwire_workers.loaded import Loaded
 from gradwire_workers.operands import Operands
 from gradwire_workers.permissions import Permissions
@@ -102,7 +103,8 @@ class Desk:
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._operands = Operands(engine)
         self.users_code = UsersCode(engine, incarnation, self._residuals, self._state.optimizer)
-        self.answers = Answers(engine, self._residuals)
+        self._held = Held()
+        self.answers = Answers(engine, self._residuals, self._held)
         self._calls = Calls(
             name,
             incarnation,
@@ -111,6 +113,7 @@ class Desk:
             users_code=self.users_code,
             answers=self.answers,
             residuals=self._residuals,
+            held=self._held,
         )
         self._departures = Departures(self.loaded, self._state, self._residuals, self._reception)
         self._raised = 0  # in a row, between calls
@@ -157,6 +160,8 @@ class Desk:
         for waited in (self._router, knocks, control, *far):
             poller.register(waited, sockets.IN)
         while True:
+            if self._held:
+                self._held.release()
             is_awake = turns.awake is not None and self._serve_awake(*turns.awake)
             reception.reserve.keep_room()
             try:
@@ -239,7 +244,7 @@ class Desk:
         if received is not None:
             self._serve(session, received, lane)
             self._turns.note(lane, session)
-        if lane.is_pipelined:
+        if lane.is_pipelined or self._held:
             self._serve_further(fd, lane, session)
 
     def _flush(self, lane: Lane) -> None:
@@ -249,9 +254,12 @@ class Desk:
 
     def _serve_further(self, fd: int, lane: Lane, session: Session) -> None:
         """Calls that were submitted behind the first, which nobody waits for one by one; for one turn."""
-        until = time.perf_counter() + TURN_S
+        until, held = time.perf_counter() + TURN_S, self._held
         try:
-            while time.perf_counter() < until and (received := lane.receive_nowait()) is not None:
+            while held or time.perf_counter() < until:
+                received = lane.receive_nowait()
+                if received is None:
+                    break
                 self._serve(session, received, lane)
         except sockets.Unreachable:
             self._reception.close_lane(fd)
@@ -260,12 +268,13 @@ class Desk:
         (unread.add if lane.has_more else unread.discard)(fd)
 
     def _serve_router(self) -> None:
-        frames = sockets.receive_nowait(self._router)
-        if frames is None:
-            return
-        identity, *frames = frames
-        session = self._reception.sessions.get(identity[:16])
-        self._serve_dealer(session, frames, line_of(session, self._router, identity), identity)
+        router, held, sessions = self._router, self._held, self._reception.sessions
+        received = sockets.receive_nowait(router)
+        while received is not None:
+            identity, *frames = received
+            session = sessions.get(identity[:16])
+            self._serve_dealer(session, frames, line_of(session, router, identity), identity)
+            received = sockets.receive_nowait(router) if held else None
 
     def _serve_dealer(
         self, session: Session | None, frames: list[bytes], line: Addressee, identity: bytes
@@ -295,9 +304,11 @@ class Desk:
 
     def _serve(self, session: Session | None, received: list[bytes] | int, line: Line) -> None:
         """Act on what has come, a message's frames or a short frame's length, and answer."""
-        recorder = self.recorder
+        recorder, held = self.recorder, self._held
         if recorder is not None:
             recorder.note_received()
+        if held and not held.go_on(line, plans.number_of(line, received) if type(received) is int else -1):
+            held.release()
         if type(received) is int and session is not None:
             self._calls.serve_short(session, line, received)
         else:

@@ -25,9 +25,10 @@ from gradwire_wire.plans import (
     layout_of,
 )
 from gradwire_wire.sockets import Unreachable
+from gradwire_workers.held import Held
 from gradwire_workers.program import Program, WorkerSite
 
-__all__ = ["Plan", "checked_layout", "short_of"]
+__all__ = ["Plan", "checked_layout", "number_of", "short_of"]
 
 _pack_answer, _unpack_call, _unpack_head = ANSWER.pack_into, CALL.unpack_from, CALL_HEAD.unpack_from
 
@@ -109,9 +110,12 @@ class Plan:
         structure: bytes,
         token: int,
         ns: int,
+        held: Held,
+        together: int,
     ) -> bool:
         """Answer by a short frame; False where these results need a long one.
 
+        together: where it may wait in ``held`` for others, for how many. (It does not where it lends something, which must come back if nobody gets it.)
         Raises MemoryExhaustedError, and Unreachable where the client is gone; nothing is lent then.
         """
         answer = self._answer
@@ -122,7 +126,12 @@ class Plan:
         except NotShared:
             return False
         _pack_answer(self._outgoing, 0, SHORT_ANSWER, 0, self._number, 0, call_id, token, ns)
+        if together > 1 and not loans:
+            held.put(line, self._number, bytes(self._outgoing[: self._answer_nbytes]), together)
+            return True
         try:
+            if held:
+                held.release()
             line.send_short_nowait(self._answer_nbytes)
         except TooLong:
             self._exchange.take_back_loans(loans)
@@ -162,6 +171,11 @@ def _is_alike(carriers: Sequence[Carrier | None], answer: Frame) -> bool:
     return True
 
 
+def number_of(line: Any, nbytes: int) -> int:
+    """Of the plan that the short call in the line's buffer names; -1 where it is none."""
+    return int(_unpack_head(line.incoming)[2]) if nbytes >= CALL.size else -1
+
+
 def checked_layout(call: messages.Plan, line: Any) -> Layout:
     """The layout of a plan's short calls; ProtocolError where the plan cannot be."""
     if call.plan >= MAX_PLANS or call.room > line.room:
@@ -175,16 +189,16 @@ def checked_layout(call: messages.Plan, line: Any) -> Layout:
     return layout
 
 
-def short_of(line: Any, nbytes: int) -> tuple[int, int, Sequence[int], Plan | None]:
-    """The head of the short call in the line's buffer: call id, token, released tokens; and its plan.
+def short_of(line: Any, nbytes: int) -> tuple[int, int, Sequence[int], int, Plan | None]:
+    """The head of the short call in the line's buffer: call id, token, released tokens, how many answers may come together; and its plan.
 
     None where there is none of that number, or of another length.
     """
     if nbytes < CALL.size:
-        return 0, 0, (), None
+        return 0, 0, (), 0, None
     incoming = line.incoming
-    kind, count, number, _, call_id, token = _unpack_head(incoming)
+    kind, count, number, together, call_id, token = _unpack_head(incoming)
     plan = line.plans.get(number)
     if plan is None or plan.nbytes != nbytes or kind != SHORT_CALL or count > MAX_RELEASED:
-        return call_id, token, (), None
-    return call_id, token, _unpack_call(incoming)[6 : 6 + count] if count else (), plan
+        return call_id, token, (), 0, None
+    return call_id, token, _unpack_call(incoming)[6 : 6 + count] if count else (), together, plan

@@ -39,6 +39,19 @@ def make_that_waits():
     return Waiting(3, 2).double()
 
 
+def make_that_naps():
+    """A call sleeps as long as a tensor says: it is of the same kind as one that is quick."""
+    import torch
+
+    class Napping(torch.nn.Linear):
+        def forward(self, x, nap):
+            time.sleep(float(nap))
+            return super().forward(x).pow(2).mean()
+
+    torch.manual_seed(0)
+    return Napping(3, 2).double()
+
+
 def make_keras(dtype="float64"):
     import keras
 
