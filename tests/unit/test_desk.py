@@ -150,9 +150,9 @@ class Client:
         self.memory.close()
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """Where a desk listens. Its process must still be there at the end."""
+@contextlib.contextmanager
+def desk() -> Iterator[Path]:
+    """A desk of its own, and the folder where it listens. Its process must still be there at the end."""
     path = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))
     (path / "gwt_targets.py").write_text(TARGETS)
     process = subprocess.Popen(
@@ -165,6 +165,13 @@ def folder() -> Iterator[Path]:
     assert process.wait(60) == 0
     process.stdout.close()
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Where a desk listens."""
+    with desk() as path:
+        yield path
 
 
 @pytest.fixture
@@ -606,49 +613,52 @@ LET_GO, HELD_UP, BUSY = full(1, 4), full(-1, 4), full(-2, 4)
 
 
 @pytest.fixture(params=["lane", "ZeroMQ"])
-def waiting(request: Any, client: Client, folder: Path) -> Iterator[tuple[Callable[..., None], Any]]:
-    """How to send frames that are all there when the first of them has been served, and who receives.
+def waiting(request: Any) -> Iterator[tuple[Path, Callable[..., None], Any]]:
+    """Where a desk listens that serves nobody else; how to send frames that are all there when the first of them has been served; and who receives.
 
     Plans 3 and 4 wait for a file where they are told to. By ZeroMQ nobody can see whether they are there: they have so many seconds to come.
     """
-    line, theirs = lane_pair(200)
-    assert client.exchange.pass_lane(theirs.fileno())
-    theirs.close()
-    by_zmq = request.param == "ZeroMQ"
-    receiver = sockets.Dealer(f"ipc://{folder}/z", client.id + b"0002", 200) if by_zmq else line
-    for number, target in ((3, "wait"), (4, "wait_too")):
-        plan = plan_of(client.load(target), client.lend(LET_GO)[0][0], plan=number)
-        receiver.send_nowait([messages.pack(plan)])
-        client.exchange.borrow_all(messages.unpack(received_by(receiver)).headers, [])
+    with desk() as folder:
+        client = Client(folder)
+        line, theirs = lane_pair(200)
+        assert client.exchange.pass_lane(theirs.fileno())
+        theirs.close()
+        by_zmq = request.param == "ZeroMQ"
+        receiver = sockets.Dealer(f"ipc://{folder}/z", client.id + b"0002", 200) if by_zmq else line
+        for number, target in ((3, "wait"), (4, "wait_too")):
+            plan = plan_of(client.load(target), client.lend(LET_GO)[0][0], plan=number)
+            receiver.send_nowait([messages.pack(plan)])
+            client.exchange.borrow_all(messages.unpack(received_by(receiver)).headers, [])
 
-    def send(frames: list[bytes], seconds: float = 0.1) -> None:
-        if not by_zmq:
-            line.send_nowait([batch_of(frames)])
-            return
-        call = Call(1, client.load("wait"), positional(1), [], 0, 0, 0, None, 0, None, [], [], [])
-        headers, _ = client.lend(BUSY)
-        line.send_nowait([messages.pack(call._replace(headers=headers))])  # the worker is busy meanwhile
-        begun = folder / "begun-2"
-        while not begun.exists():
-            time.sleep(0.001)
-        begun.unlink()
-        for frame in frames:
-            receiver.send_nowait([frame])
-        time.sleep(seconds)
-        (folder / "-2").touch()
-        client.exchange.borrow_all(messages.unpack(received_by(line)).headers, [])
-        (folder / "-2").unlink()
+        def send(frames: list[bytes], seconds: float = 0.1) -> None:
+            if not by_zmq:
+                line.send_nowait([batch_of(frames)])
+                return
+            call = Call(1, client.load("wait"), positional(1), [], 0, 0, 0, None, 0, None, [], [], [])
+            headers, _ = client.lend(BUSY)
+            line.send_nowait([messages.pack(call._replace(headers=headers))])  # the worker is busy meanwhile
+            begun = folder / "begun-2"
+            while not begun.exists():
+                time.sleep(0.001)
+            begun.unlink()
+            for frame in frames:
+                receiver.send_nowait([frame])
+            time.sleep(seconds)
+            (folder / "-2").touch()
+            client.exchange.borrow_all(messages.unpack(received_by(line)).headers, [])
+            (folder / "-2").unlink()
 
-    yield send, receiver
-    signs = [folder / "-1", folder / "-2"]
-    for sign in signs:
-        sign.touch()  # a test that has failed leaves nobody waiting
-    client.load("double")
-    for sign in signs:
-        sign.unlink()
-    line.close()
-    if by_zmq:
-        receiver.close()
+        yield folder, send, receiver
+        signs = [folder / "-1", folder / "-2"]
+        for sign in signs:
+            sign.touch()  # a test that has failed leaves nobody waiting
+        client.load("double")
+        for sign in signs:
+            sign.unlink()
+        line.close()
+        if by_zmq:
+            receiver.close()
+        client.close()
 
 
 def received_by(line: Any) -> bytes:
@@ -663,8 +673,8 @@ def number_of(frame: bytes) -> int:
     return int(plans.ANSWER.unpack_from(frame)[4])
 
 
-def test_an_answer_waits_for_the_next_that_is_there(waiting: Any, folder: Path) -> None:
-    send, line = waiting
+def test_an_answer_waits_for_the_next_that_is_there(waiting: Any) -> None:
+    folder, send, line = waiting
     arguments = (LET_GO, HELD_UP, LET_GO, LET_GO)
     for i in range(7):
         send([short_call(11 + k, x, together=3) for k, x in enumerate(arguments)], 0.1 * 2**i)
@@ -690,8 +700,8 @@ def is_there(line: Any) -> bool:
 @pytest.mark.parametrize(
     ("together", "plan"), [(0, 3), (1, 3), (2, 4)], ids=["not asked for", "of one", "another plan"]
 )
-def test_an_answer_does_not_wait(together: int, plan: int, waiting: Any, folder: Path) -> None:
-    send, line = waiting
+def test_an_answer_does_not_wait(together: int, plan: int, waiting: Any) -> None:
+    folder, send, line = waiting
     send([short_call(11, LET_GO, together=together), short_call(12, HELD_UP, plan)])
     assert number_of(received_by(line)) == 11
     assert not is_there(line)
@@ -699,8 +709,8 @@ def test_an_answer_does_not_wait(together: int, plan: int, waiting: Any, folder:
     assert number_of(received_by(line)) == 12
 
 
-def test_so_many_answers_come_together_and_no_more(waiting: Any, folder: Path) -> None:
-    send, line = waiting
+def test_so_many_answers_come_together_and_no_more(waiting: Any) -> None:
+    folder, send, line = waiting
     send([short_call(11 + i, LET_GO, together=2) for i in range(2)] + [short_call(13, HELD_UP, together=2)])
     assert [number_of(received_by(line)) for _ in range(2)] == [11, 12]
     (folder / "-1").touch()
@@ -708,7 +718,7 @@ def test_so_many_answers_come_together_and_no_more(waiting: Any, folder: Path) -
 
 
 def test_an_error_comes_after_the_answers_before_it(waiting: Any) -> None:
-    send, line = waiting
+    _, send, line = waiting
     send([short_call(11, LET_GO, together=9), short_call(12, LET_GO, together=9)[:-1]])
     assert number_of(received_by(line)) == 11
     assert messages.unpack(received_by(line)).kind == "ProtocolError"
