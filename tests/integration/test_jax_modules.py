@@ -238,6 +238,23 @@ def test_a_checkpoint_that_has_a_tied_parameter_under_one_of_its_names(
     np.testing.assert_array_equal(there[kept], net.state_dict()[kept])
 
 
+def test_a_checkpoint_that_has_a_shared_part_under_one_of_its_names(
+    worker_of: Workers, tmp_path: pathlib.Path
+) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    net, path = worker_of("torch").module("in_torch:Shared"), tmp_path / "net.safetensors"
+    net.save(path)
+    state = numpy_files.load_file(path)
+    there = {n: np.asarray(x + 1) for n, x in state.items() if not n.startswith("norm")}
+    numpy_files.save_file(there, path)
+    net.load(path)
+    state = net.state_dict()
+    np.testing.assert_array_equal(state["norm.running_mean"], there["layers.2.running_mean"])
+    np.testing.assert_array_equal(state["layers.2.running_var"], there["layers.2.running_var"])
+    with pytest.raises(gw.UsageError, match=r"'norm.running_mean' names no parameter"):
+        net.requires_grad_(False, ["norm.running_mean"])
+
+
 def test_a_checkpoint_of_a_tensorflow_module(worker_of: Workers, tmp_path: pathlib.Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     net = worker_of("tensorflow").module("tf_scale:make_scale", 2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import pathlib
@@ -332,6 +333,27 @@ def test_tied_parameters_and_buffers_that_are_not_saved(worker_of: Workers, in_t
         for each in (net, local):
             train_once(each, x)
         torch.testing.assert_close(dict(net.named_parameters()), dict(local.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", [{}, {"buffers": "explicit"}, {"owner": "worker"}])
+def test_a_part_under_two_names_has_its_statistics_under_both(
+    worker_of: Workers, in_torch: Any, kind: dict[str, str]
+) -> None:
+    remote = worker_of("torch").module("in_torch:Shared")
+    net, local, x = gw.torch.Module(remote.train(), **kind), in_torch.Shared(), X.float()
+    agree = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+    if "buffers" in kind:
+        net = copy.deepcopy(net).double().float()  # which puts other tensors in the places of its buffers
+    for _ in range(2):
+        for each in (net, local):
+            each(x)
+        agree(dict(net.state_dict()), dict(local.state_dict()))
+        assert list(net.state_dict()) == list(local.state_dict())
+    state = {name: v + 1 for name, v in local.state_dict().items()}
+    for each in (net, local):
+        each.load_state_dict(state)
+        each.eval()
+    agree(net(x), local(x))
 
 
 def train_once(net: Any, x: Any) -> None:

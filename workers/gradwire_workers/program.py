@@ -227,7 +227,7 @@ class Program(ABC):
         """The parameters that do not learn."""
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters in `state_dict`, and which of `parameters` each of them is."""
+        """Further names of tied parameters and of shared buffers in `state_dict`, and which of `parameters` or `buffers` each of them is."""
         return {}
 
     @abstractmethod

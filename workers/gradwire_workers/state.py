@@ -202,7 +202,7 @@ class State:
 
 
 def _left_out(new: dict[str, Carrier], program: Program) -> dict[str, Carrier]:
-    """The names of tied parameters that a file has under another name alone, as safetensors' `save_model` and transformers write it."""
+    """The names of tensors that a file has under another of their names alone, as safetensors' `save_model` and transformers write it."""
     ties: dict[str, list[str]] = {}
     for alias, name in program.aliases().items():
         ties.setdefault(name, [name]).append(alias)
@@ -217,7 +217,8 @@ def _left_out(new: dict[str, Carrier], program: Program) -> dict[str, Carrier]:
 
 def _meant(names: Any, program: Program) -> list[str]:
     """The parameters that these names mean, also by a further name of one that is tied: freezing a part freezes what it shares."""
-    own, aliases = program.parameters(), program.aliases()
+    own = program.parameters()
+    aliases = {alias: name for alias, name in program.aliases().items() if name in own}
     meant = {aliases.get(name, name) for name in selected(names, [*own, *aliases])}
     return [name for name in own if name in meant]
 

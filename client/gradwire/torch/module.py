@@ -67,23 +67,27 @@ class Module(Fixed):
         form: Any = _form(remote, buffers, owner)
         self._training_form, self._evaluation_form = form, form.evaluating()
         has = Contents(remote)
-        parameters, aliases = (has.parameters, has.aliases) if form.owns_parameters else ({}, {})
+        parameters = has.parameters if form.owns_parameters else {}
         explicit = has.buffers if buffers == "explicit" else {}
+        aliases = {a: name for a, name in has.aliases.items() if name in parameters or name in explicit}
         places = placed(self, [*parameters, *aliases, *explicit])
         there = {name: x for name, x in {**has.parameters, **has.buffers}.items() if name not in places}
         self._parameter_places = {name: places[name] for name in parameters}
-        self._buffer_places = {name: places[name] for name in explicit}
+        names = {name: [name, *(a for a, own in aliases.items() if own == name)] for name in explicit}
+        self._buffer_places = {name: [places[n] for n in every] for name, every in names.items()}
         self._fetched = [name for name in has.persistent if name not in places and name not in has.extra]
         self._types_there = {name: x.dtype for name, x in there.items()}
         self._order = [places[name].path if name in places else name for name in has.persistent]
-        self._extra, self._unfetchable = has.extra, has.unfetchable
+        self._extra, self._unfetchable, self._aliases = has.extra, has.unfetchable, has.aliases
         for name, x in parameters.items():
             learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
             _register(places[name], torch.nn.Parameter(form.resident(x, NAME), learns))
         for alias, name in aliases.items():
-            _register(places[alias], _at(places[name]))
-        for name, x in explicit.items():
-            places[name].part.register_buffer(places[name].key, x, persistent=name in has.persistent)
+            if name in parameters:
+                _register(places[alias], _at(places[name]))
+        for name, every in names.items():
+            for n in every:
+                places[n].part.register_buffer(places[n].key, explicit[name], persistent=n in has.persistent)
         self._parts = tuple(part for part in self.modules() if isinstance(part, Part))
         self.train(remote.training is not False)
 
@@ -91,7 +95,7 @@ class Module(Fixed):
         """The remote's result at these arguments and this module's parameters."""
         self._check_modes()
         parameters = {name: getattr(part, key) for name, (part, key, _) in self._parameter_places.items()}
-        buffers = {name: getattr(part, key) for name, (part, key, _) in self._buffer_places.items()}
+        buffers = {name: _at(first) for name, (first, *_) in self._buffer_places.items()}
         form = self._form
         given: tuple[Any, ...] = (parameters,) if form.owns_parameters else ()
         if form.has_explicit_buffers:  # copies, for they are written to before the backward pass
@@ -108,9 +112,13 @@ class Module(Fixed):
                 if x.dtype == buffers[name].dtype:
                     buffers[name].copy_(x)
                 else:  # statistics of JAX may begin in float32 and go on in float64
-                    part, key, _ = self._buffer_places[name]
-                    part._buffers[key] = x.detach().clone()
+                    self._put_buffer(name, x.detach().clone())
         return result
+
+    def _put_buffer(self, name: str, x: Any) -> None:
+        """Also in the places of a part that the worker's module has under several names."""
+        for part, key, _ in self._buffer_places[name]:
+            part._buffers[key] = x
 
     def _check_modes(self) -> None:
         """UsageError after ``net.part.eval()``, which would change nothing in the worker."""
@@ -159,7 +167,10 @@ class Module(Fixed):
                 "worker, where others share it. Have its factory make it in the other dtype, or convert "
                 "gw.torch.Module(remote, buffers='explicit')"
             )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        for name, (first, *_) in self._buffer_places.items():
+            self._put_buffer(name, _at(first))
+        return self
 
     # ---- Copies ------------------------------------------------------------------------------------------------------
 
@@ -200,7 +211,8 @@ class Module(Fixed):
         if self._fetched or self._extra:
             own = self._remote.options(family=NAME)
             there = own.state_dict() if self._extra or not self._form.owns_parameters else own.buffers()
-            found.update({prefix + name: there[name] for name in (*self._fetched, *self._extra)})
+            names = {n: n if n in there else self._aliases[n] for n in (*self._fetched, *self._extra)}
+            found.update({prefix + name: there[n] for name, n in names.items()})
         for name in [prefix + path for path in self._order if prefix + path in found]:
             found[name] = found.pop(name)  # in the order of the worker's module
         return found

@@ -39,6 +39,19 @@ class Tied(nn.Module):
         return self.second(self.first(x * self.scale + self.offset).tanh())
 
 
+class Shared(nn.Module):
+    """A part under two names, with parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.first = nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.layers = nn.Sequential(self.first, nn.Tanh(), self.norm)
+
+    def forward(self, x):
+        return self.layers(self.norm(x))
+
+
 class Versioned(nn.Linear):
     """A state that is not all tensors."""
 

@@ -116,10 +116,13 @@ def digest(module: Any) -> str:
 
 
 def aliases(module: Any) -> dict[str, str]:
-    """The names that ``named_parameters`` leaves out, because they are of a parameter it has named already."""
-    first = {id(p): name for name, p in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+    """The names that ``named_parameters`` and ``named_buffers`` leave out, because they are of a tensor which these have named already."""
+    found: dict[str, str] = {}
+    for named in (module.named_parameters, module.named_buffers):
+        first = {id(x): name for name, x in named()}
+        every = named(remove_duplicate=False)
+        found.update((name, first[id(x)]) for name, x in every if first[id(x)] != name)
+    return found
 
 
 def freeze(module: Any, flag: bool, names: Sequence[str]) -> None:
