@@ -338,6 +338,26 @@ def test_a_state_of_keras_2_has_the_names_of_parameters(of_keras: str, wanted: s
     assert list(group.variables()) == ["iter", wanted]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"learning_rate": 0.1, "loss_scale_factor": 256.0}, {"name": "around"}],
+    ids=["of its own", "around it"],
+)
+def test_a_loss_is_scaled_for_optimizers_that_ask_for_it(program: Any, options: dict[str, Any]) -> None:
+    """These divide the gradients that they are given by their scale: without it a step would be a fraction of itself."""
+
+    def make(**options: Any) -> Any:
+        if "name" not in options:
+            return keras.optimizers.SGD(**options)
+        return keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=512.0, dynamic_growth_steps=2
+        )
+
+    plain = keras.optimizers.SGD(0.1)
+    wanted = local(make_net(), lambda _, g, v: plain.apply_gradients(zip(g, v, strict=True)))
+    assert_agree(train(program, program.optimizer(make, options)), wanted)
+
+
 # ---- An optimizer around another -------------------------------------------------------------------------------------
 
 
@@ -351,7 +371,7 @@ def test_a_wrapped_optimizer_has_its_options_a_schedule_and_a_state_for_another_
     def apply(step: int, gradients: list[Any], variables: list[Any]) -> None:
         own.learning_rate = 0.01 if step < 2 else 0.1
         own.inner_optimizer.beta_1 = 0.9 if step < 2 else 0.5
-        own.apply_gradients(zip(gradients, variables, strict=True))
+        own.apply_gradients(zip(map(own.scale_loss, gradients), variables, strict=True))
 
     wanted = local(make_net(), apply, 6)
     one = program.optimizer(make_scaled, {"learning_rate": 0.01})

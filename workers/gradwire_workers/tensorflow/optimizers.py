@@ -55,7 +55,8 @@ class Group:
 
     def _application(self, variables: list[Any]) -> Callable[..., Any]:
         def apply(gradients: list[Any]) -> None:
-            self.optimizer.apply_gradients(zip(gradients, variables))
+            scaled = [_of_scaled_loss(self.optimizer, g) for g in gradients]
+            self.optimizer.apply_gradients(zip(scaled, variables))
 
         kinds = [c.__module__ for c in type(self.optimizer).__mro__]
         is_keras = any(kind.startswith(("keras.", "tf_keras.")) for kind in kinds)
@@ -110,6 +111,12 @@ class Group:
         names = [_without_owner(keras_path(v), self.optimizer) for v in listed]
         short = [_UNNAMED.sub("variable", n) for n in names]
         return unique_names((_slot_name(n, self._paths), v) for n, v in zip(short, listed))
+
+
+def _of_scaled_loss(optimizer: Any, gradient: Any) -> Any:
+    """As if the loss had been scaled as the optimizer wants it: one of Keras 3 divides by its scale what it is given."""
+    scale = getattr(optimizer, "scale_loss", None)
+    return gradient if scale is None else tf.cast(scale(gradient), gradient.dtype)
 
 
 def _nested(optimizer: Any) -> Iterator[Any]:
