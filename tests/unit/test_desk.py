@@ -42,7 +42,7 @@ from gradwire_wire.messages import (
     State,
     Welcome,
 )
-from gradwire_wire.page import page_lane_pair, received_page_lane
+from gradwire_wire.page import can_page, page_lane_pair, received_page_lane
 from gradwire_wire.segments import Ledger
 from gradwire_wire.structures import fill, flatten, positional
 from gradwire_wire.tether import Tether, TetherClosedError, connect_tether
@@ -72,6 +72,7 @@ kept = []
 def double(x): return x * 2
 def total(*xs): return [float(x.sum(dtype="f8")) for x in xs]
 def keep(x): kept.append(x); return len(kept)
+def keep_and_give(x): kept.append(x[:1].copy()); return x
 def sums(): return [float(x.sum(dtype="f8")) for x in kept]
 def identity(x): return x
 def scribble(x): x[...] = -1; return x
@@ -724,8 +725,94 @@ def test_an_error_comes_after_the_answers_before_it(waiting: Any) -> None:
     assert messages.unpack(received_by(line)).kind == "ProtocolError"
 
 
+def sums_of(client: Client) -> list[float]:
+    """Of all that the target `keep` and its like have kept."""
+    found: list[float] = fill(client.call(client.load("sums"))[0].structure, [])
+    return found
+
+
+@contextlib.contextmanager
+def lane_of(client: Client, target: str, x: np.ndarray, sends_bytes: int) -> Iterator[Any]:
+    """A lane with plan 3 of that target, whose worker's socket has room for so many bytes."""
+    line, theirs = lane_pair(200)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sends_bytes // 2)  # the kernel doubles it
+    assert client.exchange.pass_lane(theirs.fileno())
+    theirs.close()
+    plan = plan_of(client.load(target), client.lend(x)[0][0], inlined=16384)
+    line.send_nowait([messages.pack(plan)])
+    client.exchange.borrow_all(messages.unpack(received_by(line)).headers, [])
+    yield line
+    line.close()
+
+
+def test_answers_that_waited_and_find_no_room_come_when_there_is_some(client: Client) -> None:
+    """The worker has nothing to do then, and looks for nothing but that room."""
+    x = full(1, 2000)
+    with lane_of(client, "keep_and_give", x, 20_000) as line:
+        before = len(sums_of(client))
+        line.send_nowait([batch_of([short_call(11 + i, x, together=9) for i in range(7)])])
+        while len(sums_of(client)) < before + 7:  # it has made them all, and its socket is full
+            pass
+        client.load("double")
+        assert [number_of(received_by(line)) for _ in range(7)] == [*range(11, 18)]
+
+
+def test_an_answer_that_the_lane_never_takes_does_not_wait(client: Client) -> None:
+    x = full(1, 2000)
+    with lane_of(client, "identity", x, 2000) as line:
+        line.send_nowait([batch_of([short_call(11 + i, x, together=2) for i in range(2)])])
+        for _ in range(2):
+            answer = messages.unpack(received_by(line))
+            assert type(answer) is Done
+            client.exchange.borrow_all(answer.headers, [])
+
+
+def test_answers_that_waited_come_before_the_lane_is_closed(client: Client, folder: Path) -> None:
+    with lane_of(client, "wait", LET_GO, 200_000) as line:
+        line.send_nowait(
+            [batch_of([short_call(11, LET_GO, together=9), short_call(12, HELD_UP, together=9)])]
+        )
+        line.send_nowait([batch_of([b"cut short"])[:-1]])
+        (folder / "-1").touch()
+        assert [number_of(received_by(line)) for _ in range(2)] == [11, 12]
+        with pytest.raises(sockets.Unreachable):
+            received_by(line)
+        (folder / "-1").unlink()
+
+
+@pytest.mark.skipif(not can_page(), reason="pages are for x86")
+def test_nothing_waits_on_a_page(client: Client) -> None:
+    """Its next call comes after the answer, and its worker looks for that call."""
+    x, (page, theirs, segment) = full(1, 8000), page_lane_pair(60_000)
+    assert client.exchange.pass_lane(theirs.fileno(), segment.fd)
+    theirs.close()
+    segment.close()
+    plan = plan_of(client.load("identity"), client.lend(x)[0][0], inlined=page.inlined, room=page.room)
+    page.send_nowait([messages.pack(plan)])
+    client.exchange.borrow_all(messages.unpack(received_by(page)).headers, [])
+    for i in range(11, 31):
+        frame = short_call(i, x, together=9)
+        page.outgoing[: len(frame)] = frame
+        page.send_short_nowait(len(frame))
+        received = page.receive()
+        assert type(received) is int and number_of(bytes(page.incoming[:received])) == i
+    page.close()
+
+
+def test_what_a_handler_raises_while_answers_are_sent_loses_none() -> None:
+    line, held = Mock(), Held(Mock())
+    line.send_nowait.side_effect = [None, TimeoutError("a late alarm"), None, None]
+    with pytest.raises(TimeoutError):
+        for frame in (b"a", b"b", b"c"):
+            held.put(line, 3, frame, 3)
+    assert held and held.go_on(line, 3)
+    held.release()
+    sent = [call.args[0] for call in line.send_nowait.call_args_list]
+    assert sent == [[b"a"], [b"b"], [b"b"], [b"c"]] and not held
+
+
 def test_whatever_a_client_says_answers_are_not_held_for_ever() -> None:
-    line, held = Mock(), Held()
+    line, held = Mock(), Held(Mock())
     for i in range(MOST):
         assert not line.send_nowait.called
         held.put(line, 3, bytes([i]), 1 << 31)
@@ -734,7 +821,7 @@ def test_whatever_a_client_says_answers_are_not_held_for_ever() -> None:
 
 
 def test_an_answer_that_the_lane_does_not_take_is_kept_and_the_others_after_it() -> None:
-    line, held = Mock(), Held()
+    line, held = Mock(), Held(Mock())
     line.send_nowait.side_effect = [TooLong, None]
     held.put(line, 3, b"a", 2)
     held.put(line, 3, b"b", 2)

@@ -201,7 +201,14 @@ def test_what_cannot_be_kept_behind_an_answer_is_no_second_answer(capsys: pytest
 
     s, nothing = Residuals(1 << 30, 4), Mock()
     calls = Calls(
-        "w", b"", loaded=nothing, operands=nothing, users_code=nothing, answers=nothing, residuals=s
+        "w",
+        b"",
+        loaded=nothing,
+        operands=nothing,
+        users_code=nothing,
+        answers=nothing,
+        residuals=s,
+        held=nothing,
     )
     token = s.issue()
     calls._keep_behind_answer(token, Kept(Unmeasured(1), 1, A, 0))

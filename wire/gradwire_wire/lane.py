@@ -69,12 +69,14 @@ class Lane:
     next one to send. plans: what both ends have agreed on. inlined: tensors up to so many bytes travel in them.
     is_alone: whether no other call of this process is in flight; of use to lanes with a page.
     max_message: bytes that a call's message may have to go by this lane. takes_batches: whether a packet may be several frames.
+    most_held: bytes of an answer that may wait here for those of the next calls; for lanes that have such calls.
     The rest: see `KeepingLane`, `WorkerLane`.
     """
 
     is_alone = takes_batches = True
     is_pipelined = has_more = False
     backlog: Any = ()
+    most_held = 0
     room = max_message = MAX_PACKET
     inlined = 16 << 10
 
@@ -245,6 +247,7 @@ class WorkerLane(KeepingLane):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
+        self.most_held = self._most  # a longer one has to go another way
         self._frames: deque[bytes] = deque()
 
     def receive_nowait(self) -> list[bytes] | int | None:

@@ -313,7 +313,7 @@ def receive_nowait(socket: Any) -> list[bytes] | None:
 class _Line:
     """What a ZeroMQ line keeps for plans; see `gradwire_wire.lane.Lane`, which has the same. Buffers are made when used."""
 
-    room, inlined = ROOM, INLINED
+    room, inlined, most_held = ROOM, INLINED, ROOM
 
     def __init__(self) -> None:
         self.plans: dict[Any, Any] = {}

@@ -103,7 +103,7 @@ class Desk:
         self._residuals = Residuals(_residual_limit(), int.from_bytes(os.urandom(4), "little"))
         self._operands = Operands(engine)
         self.users_code = UsersCode(engine, incarnation, self._residuals, self._state.optimizer)
-        self._held = Held()
+        self._held = Held(self._watch)
         self.answers = Answers(engine, self._residuals, self._held)
         self._calls = Calls(
             name,
@@ -160,11 +160,11 @@ class Desk:
         for waited in (self._router, knocks, control, *far):
             poller.register(waited, sockets.IN)
         while True:
-            if self._held:
-                self._held.release()
             is_awake = turns.awake is not None and self._serve_awake(*turns.awake)
             reception.reserve.keep_room()
             try:
+                if self._held:
+                    self._held.release()
                 if garbage.is_due:
                     garbage.look()
                 ready = dict(poller.poll(0 if is_awake or turns.unread else garbage.wait_ms()))
@@ -252,15 +252,23 @@ class Desk:
         if not lane.backlog:
             self._poller.modify(lane.fileno(), sockets.IN)
 
+    def _watch(self, line: Line) -> None:
+        """What the line has not taken goes once it does."""
+        if isinstance(line, Lane) and line.backlog:
+            self._poller.modify(line.fileno(), sockets.IN | sockets.OUT)
+
     def _serve_further(self, fd: int, lane: Lane, session: Session) -> None:
         """Calls that were submitted behind the first, which nobody waits for one by one; for one turn."""
         until, held = time.perf_counter() + TURN_S, self._held
         try:
-            while held or time.perf_counter() < until:
-                received = lane.receive_nowait()
-                if received is None:
-                    break
-                self._serve(session, received, lane)
+            try:
+                while held or time.perf_counter() < until:
+                    received = lane.receive_nowait()
+                    if received is None:
+                        break
+                    self._serve(session, received, lane)
+            finally:
+                held.release()
         except sockets.Unreachable:
             self._reception.close_lane(fd)
             return
@@ -275,6 +283,7 @@ class Desk:
             session = sessions.get(identity[:16])
             self._serve_dealer(session, frames, line_of(session, router, identity), identity)
             received = sockets.receive_nowait(router) if held else None
+        held.release()
 
     def _serve_dealer(
         self, session: Session | None, frames: list[bytes], line: Addressee, identity: bytes
@@ -313,8 +322,7 @@ class Desk:
             self._calls.serve_short(session, line, received)
         else:
             self._serve_message(session, received, line)  # type: ignore[arg-type]
-        if isinstance(line, Lane) and line.backlog:
-            self._poller.modify(line.fileno(), sockets.IN | sockets.OUT)
+        self._watch(line)
         if session is not None and session.exchange.has_lanes:
             # the tether was perhaps read on the way, and will not be readable again
             self._reception.take_lanes(session)

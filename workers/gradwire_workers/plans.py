@@ -126,7 +126,7 @@ class Plan:
         except NotShared:
             return False
         _pack_answer(self._outgoing, 0, SHORT_ANSWER, 0, self._number, 0, call_id, token, ns)
-        if together > 1 and not loans:
+        if together > 1 and not loans and self._answer_nbytes <= line.most_held:
             held.put(line, self._number, bytes(self._outgoing[: self._answer_nbytes]), together)
             return True
         try:
