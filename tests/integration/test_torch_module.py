@@ -356,6 +356,47 @@ def test_a_part_under_two_names_has_its_statistics_under_both(
     agree(net(x), local(x))
 
 
+def put_another(net: Any) -> None:
+    net.get_submodule("second").weight = nn.Parameter(torch.eye(6))
+
+
+def load_by_assigning(net: Any) -> None:
+    state = {name: x.clone() for name, x in net.state_dict().items()}
+    net.load_state_dict(state, assign=True)
+
+
+def double_the_first(net: Any) -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return 2 * x
+
+    nn.utils.parametrize.register_parametrization(net.get_submodule("first"), "weight", Doubled())
+
+
+@pytest.mark.parametrize("undo", [put_another, load_by_assigning, double_the_first])
+def test_a_tie_that_the_caller_undoes(worker_of: Workers, in_torch: Any, undo: Callable[[Any], None]) -> None:
+    net, local = gw.torch.Module(worker_of("torch").module("in_torch:Tied")), in_torch.Tied()
+    x = X.float()
+    for each in (net, local):
+        train_once(each, x)  # tied as yet
+        undo(each)
+        train_once(each, x)
+        train_once(each, x)
+    ours, theirs = dict(net.named_parameters()), dict(local.named_parameters())
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close({n: p.grad for n, p in ours.items()}, {n: p.grad for n, p in theirs.items()})
+    assert all(p.grad is not None for p in ours.values())
+
+
+def test_two_parameters_for_a_part_under_two_names(worker_of: Workers) -> None:
+    net = gw.torch.Module(worker_of("torch").module("in_torch:Shared"))
+    net.get_submodule("layers.0").weight = nn.Parameter(torch.eye(6))
+    with pytest.raises(gw.UsageError, match=r"'first.weight' and 'layers.0.weight' are one parameter"):
+        net(X.float())
+    net.get_submodule("first").weight = net.get_submodule("layers.0").weight
+    net(X.float())
+
+
 def train_once(net: Any, x: Any) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net(x).pow(2).mean().backward()

@@ -27,7 +27,7 @@ class Form(Functional):
 
     def __init__(self, remote: Remote, *, buffers: bool, training: bool) -> None:
         super().__init__(remote, buffers=buffers, training=training)
-        self._sites: dict[int, Site] = {}
+        self._sites: dict[tuple[object, ...], Site] = {}
 
     def __repr__(self) -> str:
         return repr(self.remote)
@@ -50,9 +50,10 @@ class Form(Functional):
         """A call with these parameters (and buffers)."""
         if not kwargs and all([isinstance(x, torch.Tensor) for x in args]):
             operands = [x for tensors in given for x in tensors.values()]
-            site = self._sites.get(len(args))
+            key = (len(args), *[name for tensors in given for name in tensors])
+            site = self._sites.get(key)
             if site is None:
-                site = self._sites[len(args)] = self._described(given, args, kwargs)[0]
+                site = self._sites[key] = self._described(given, args, kwargs)[0]
             return gradwire.torch.call(self.handle, site, [*operands, *args])
         site, leaves = self._described(given, args, kwargs)
         family_of_call(leaves, site.structure, NAME)

@@ -73,6 +73,7 @@ class Module(Fixed):
         places = placed(self, [*parameters, *aliases, *explicit])
         there = {name: x for name, x in {**has.parameters, **has.buffers}.items() if name not in places}
         self._parameter_places = {name: places[name] for name in parameters}
+        self._ties = {a: (places[a], name) for a, name in aliases.items() if name in parameters}
         names = {name: [name, *(a for a, own in aliases.items() if own == name)] for name in explicit}
         self._buffer_places = {name: [places[n] for n in every] for name, every in names.items()}
         self._fetched = [name for name in has.persistent if name not in places and name not in has.extra]
@@ -82,9 +83,8 @@ class Module(Fixed):
         for name, x in parameters.items():
             learns = name not in has.frozen and (x.is_floating_point() or x.is_complex())
             _register(places[name], torch.nn.Parameter(form.resident(x, NAME), learns))
-        for alias, name in aliases.items():
-            if name in parameters:
-                _register(places[alias], _at(places[name]))
+        for further, name in self._ties.values():
+            _register(further, _at(places[name]))
         for name, every in names.items():
             for n in every:
                 places[n].part.register_buffer(places[n].key, explicit[name], persistent=n in has.persistent)
@@ -94,7 +94,7 @@ class Module(Fixed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The remote's result at these arguments and this module's parameters."""
         self._check_modes()
-        parameters = {name: getattr(part, key) for name, (part, key, _) in self._parameter_places.items()}
+        parameters = self._own_parameters()
         buffers = {name: _at(first) for name, (first, *_) in self._buffer_places.items()}
         form = self._form
         given: tuple[Any, ...] = (parameters,) if form.owns_parameters else ()
@@ -114,6 +114,15 @@ class Module(Fixed):
                 else:  # statistics of JAX may begin in float32 and go on in float64
                     self._put_buffer(name, x.detach().clone())
         return result
+
+    def _own_parameters(self) -> dict[str, torch.Tensor]:
+        """By the remote's names. By a further name of a tied one, too, where something else has been put under that here."""
+        found = {name: getattr(part, key) for name, (part, key, _) in self._parameter_places.items()}
+        for alias, (place, name) in self._ties.items():
+            x = _at(place)
+            if x is not found[name]:
+                found[alias] = x
+        return found
 
     def _put_buffer(self, name: str, x: Any) -> None:
         """Also in the places of a part that the worker's module has under several names."""

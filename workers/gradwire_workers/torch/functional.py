@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from functools import lru_cache, partial
 from itertools import repeat
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Dict, Iterable, Sequence, Tuple
 
 import torch
 
@@ -36,9 +36,13 @@ _LOOKS = 3  # what is kept from call to call shows in the second; a look walks t
 _MAX_SEEN = 1024
 _GIVEN = "_gradwire_given"  # the attribute of a parameter that was given: its name
 
+_Place = Tuple[Dict[str, Any], str]
+
 
 class _Places:
     """Where a module finds its tensors: the dicts of its parts. Tied parameters are in several places.
+
+    A caller may undo a tie: what it gives under a further name of a tied parameter takes that name's own place.
 
     mode: the one that it runs in meanwhile; None is its own.
     """
@@ -47,6 +51,7 @@ class _Places:
         self._module, self._mode = module, mode
         self._parameters = _found(module, "_parameters", module.named_parameters())
         self._buffers = _found(module, "_buffers", module.named_buffers())
+        self._aliases = _places_of_aliases(module)
         self._looks: dict[Any, int] = {}
 
     def call(
@@ -60,7 +65,9 @@ class _Places:
     ) -> Any:
         """The function while these tensors are in place. ``buffers`` then holds what is there at the end."""
         given = [
-            (place, x) for name, x in parameters.items() for place in self._checked("parameter", name, x)
+            (place, x)
+            for name, x in self._in_order(parameters)
+            for place in self._checked("parameter", name, x)
         ]
         given += [(place, x) for name, x in buffers.items() for place in self._checked("buffer", name, x)]
         parts = [part for (part, _), _ in given]
@@ -93,7 +100,7 @@ class _Places:
 
     def _check_unwritten(self, parameters: dict[str, Any], watch: Watch) -> None:
         """What the module writes into a parameter would end with the call, and the caller's own stay as it was."""
-        places = ((name, *self._parameters[name][0]) for name in parameters)
+        places = ((name, *self._places_of(name)[0]) for name in parameters)
         replaced = (name for name, part, key in places if part.get(key) is not parameters[name])
         name = watch.written() or next(replaced, None)
         if name is not None:
@@ -111,10 +118,31 @@ class _Places:
         self._module.train(self._mode)
         return before
 
-    def _checked(self, what: str, name: str, x: Any) -> list[tuple[dict[str, Any], str]]:
+    def _in_order(self, parameters: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+        """Further names of tied ones last, for the first name has their places as well.
+
+        UsageError for two names of one place: a part that the module has twice has its parameters once.
+        """
+        if self._aliases.keys().isdisjoint(parameters):
+            return parameters.items()
+        taken: dict[tuple[int, str], str] = {}
+        for name in parameters:
+            for part, key in self._places_of(name)[:1]:
+                other = taken.setdefault((id(part), key), name)
+                if other != name:
+                    raise UsageError(
+                        f"{other!r} and {name!r} are one parameter, for the module has one part under two names, and two tensors "
+                        "were given for it. Put the same tensor in the place of both"
+                    )
+        return sorted(parameters.items(), key=lambda item: item[0] in self._aliases)
+
+    def _places_of(self, parameter: str) -> list[_Place]:
+        return self._parameters.get(parameter) or self._aliases.get(parameter) or []
+
+    def _checked(self, what: str, name: str, x: Any) -> list[_Place]:
         """The places of this name. UsageError where it does not fit: torch would broadcast a wrong shape."""
-        places = (self._parameters if what == "parameter" else self._buffers).get(name)
-        if places is None:
+        places = self._places_of(name) if what == "parameter" else self._buffers.get(name)
+        if not places:
             known = ", ".join(list(self._parameters if what == "parameter" else self._buffers)[:8])
             raise UsageError(f"this module has no {what} {name!r}; there are {known or 'none'}")
         part, key = places[0]
@@ -125,16 +153,24 @@ class _Places:
         return places
 
 
-def _found(
-    module: Any, kind: str, named: Iterable[tuple[str, Any]]
-) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+def _found(module: Any, kind: str, named: Iterable[tuple[str, Any]]) -> dict[str, list[_Place]]:
+    places: dict[int, list[_Place]] = {}
     for part in module.modules():
         tensors = getattr(part, kind)
         for key, x in tensors.items():
             if x is not None:
                 places.setdefault(id(x), []).append((tensors, key))
     return {name: places[id(x)] for name, x in named}
+
+
+def _places_of_aliases(module: Any) -> dict[str, list[_Place]]:
+    """The own place of each further name of a tied parameter."""
+    every = {
+        f"{path}.{key}" if path else key: [(part._parameters, key)]
+        for path, part in module.named_modules(remove_duplicate=False)
+        for key in part._parameters
+    }
+    return {name: every[name] for name in state.aliases(module) if name in every}
 
 
 class _WithParameters:
