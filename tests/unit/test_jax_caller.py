@@ -656,6 +656,20 @@ def test_under_disable_jit(remote: Any) -> None:
         equal(jax.grad(loss_of(f))(jnp.asarray(X1), W), jax.grad(loss_of(jax_f))(jnp.asarray(X1), W))
 
 
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_a_call_at_once_is_a_transfer_that_was_asked_for(remote: Any, size: int) -> None:
+    """Not an implicit one, which a transfer guard would refuse."""
+    f, x = remote(lambda x, w: x * w), jnp.ones(size)
+    with jax.transfer_guard("disallow"):
+        y = f(x, np.full(size, 2.0))
+        with pytest.raises(Exception, match="Disallowed"):  # the program's own
+            jnp.sin(np.ones(size))
+    equal(y, 2 * x)
+    with jax.transfer_guard_host_to_device("disallow"):
+        x_bar, _ = jax.vjp(f, x, x)[1](x)
+    equal(x_bar, x)
+
+
 def test_r37_numpy_arrays_that_jax_has_typed(remote: Any) -> None:
     """Where a numpy array is differentiated by, `stop_gradient` and the rules of a custom_vjp have one of a class of JAX's own."""
     f, families = remote(lambda x, y: x * y), set()

@@ -806,6 +806,41 @@ def test_a_process_is_prepared_before_jax_begins(arguments: str, words: list[str
         assert word in done.stdout + done.stderr
 
 
+GUARDED = """
+import gc
+import jax
+import numpy as np
+from gradwire_wire.structures import positional
+from gradwire_workers import jax as engine
+from gradwire_workers.program import WorkerSite
+
+engine.prepare(None, None, None)
+gc.collect()
+program = engine.program(lambda x: 2 * x, is_module=False)
+jax.config.update("jax_transfer_guard", "disallow")  # as the user's module may
+for site in (WorkerSite(positional(1)), WorkerSite(positional(1), seed=3), WorkerSite(positional(1), compile=False)):
+    result, residual = program.keep(site, (), [np.ones(3, np.float32)])
+    print(np.asarray(result.tensors[0]), np.asarray(residual.derive(("T", (0,), 1), [np.ones(3, np.float32)], keep=False, accumulate=False)[0][0]))
+"""
+
+
+def test_a_transfer_guard_is_not_for_what_a_call_brings() -> None:
+    environment = {
+        **os.environ,
+        "JAX_TRANSFER_GUARD": "disallow",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.split("\n")[:3] == ["[2. 2. 2.] [2. 2. 2.]"] * 3, done.stderr
+
+
 def test_jaxprs_run_where_jax_has_the_names_for_it_in_its_older_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

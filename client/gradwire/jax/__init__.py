@@ -38,6 +38,7 @@ __all__ = ["ACCUMULATES", "NAME", "barrier", "call", "functional", "seed"]
 
 NAME = "jax"
 LARGEST_SEED = 1 << 31
+_NOTHING = np.zeros((), np.float32)
 ACCUMULATES = False  # a JAX function has no hidden effects: `functional` is how a module is trained
 
 
@@ -122,7 +123,7 @@ def _check_result(handle: Handle, structure: bytes, i: int, aval: Aval) -> None:
 
 def _is_traced(arrays: Sequence[Any]) -> bool:
     """Whether a call now would be recorded rather than made."""
-    return any(isinstance(x, jax.core.Tracer) for x in (*arrays, jnp.zeros(())))
+    return any(isinstance(x, jax.core.Tracer) for x in (*arrays, jax.device_put(_NOTHING)))
 
 
 _is_clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", lambda: False)

@@ -269,6 +269,9 @@ def _compiled(derived: Derived) -> Any:
 @primitive.def_impl
 def _evaluate(*values: Any, derived: Derived) -> list[Any]:
     """Evaluate a node now, through a cached program of it alone; waits, and raises the original error."""
+    if _transfers_are_guarded():  # and a call is one that the program has asked for
+        with jax.transfer_guard("allow"):
+            return _evaluate(*values, derived=derived)
     if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
         return _evaluate_checked(values, derived)
     if derived.moves_state:
@@ -279,6 +282,11 @@ def _evaluate(*values: Any, derived: Derived) -> list[Any]:
         with jax.disable_jit(False):
             return _evaluate_compiled(values, derived)
     return _evaluate_compiled(values, derived)
+
+
+def _transfers_are_guarded() -> bool:
+    levels = jax.config.jax_transfer_guard_host_to_device, jax.config.jax_transfer_guard_device_to_host
+    return levels != (None, None) and levels != ("allow", "allow")
 
 
 def _evaluate_checked(values: Sequence[Any], derived: Derived) -> list[Any]:

@@ -8,6 +8,7 @@ be traced, because it looks at values or keeps them from call to call, runs eage
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 adopter = export_all = None
+_for_ever = contextlib.ExitStack()  # what it holds would end with the last reference to it
 
 
 def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
@@ -49,6 +51,16 @@ def prepare(threads: int | None, x64: bool | None, device: str | None) -> None:
         jax.config.update("jax_enable_x64", x64)
     if device is not None:
         _use_device(device)
+    _let_transfers_pass()
+
+
+def _let_transfers_pass() -> None:
+    """On this thread, whatever transfer guard the environment or the user's code sets for the process.
+
+    A call is a transfer that its caller has asked for, and compiled programs take numpy arrays as they are, which JAX calls
+    an implicit one. ``with jax.transfer_guard(...)`` in the user's code holds.
+    """
+    _for_ever.enter_context(jax.transfer_guard("allow"))
 
 
 def _use_device(device: str) -> None:
