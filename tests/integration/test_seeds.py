@@ -68,6 +68,24 @@ def test_seeds_in_a_scan_with_gradients(dropout: gw.Remote) -> None:
     np.testing.assert_allclose(gradient, apart, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [{}, {"owner": "worker"}, {"buffers": "explicit"}])
+def test_a_traced_seed_of_a_functional_form(
+    worker_of: Callable[[str], gw.Worker], kind: dict[str, str]
+) -> None:
+    remote = worker_of("torch").module("seeds:make_noisy_linear").train()
+    _, *state = gw.jax.functional(remote, **kind)
+
+    def noisy(seed: Any, x: Any) -> Any:
+        apply = gw.jax.functional(remote.options(seed=seed), **kind)[0]
+        return jax.tree.leaves(apply(*state, x))[0]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = jax.jit(lambda keys: jax.lax.scan(lambda _, key: (0, noisy(key, X)), 0, keys)[1])(keys)
+    for row, key in zip(rows, keys, strict=True):
+        np.testing.assert_allclose(row, noisy(key, X), rtol=1e-6, atol=1e-6)
+    assert (rows[0] != rows[1]).any()
+
+
 def test_new_seeds_compile_nothing_in_jax_callers(dropout: gw.Remote) -> None:
     """Eagerly, with gradients, and of a target in any framework: the seed is an operand of one program."""
     from gradwire.jax import callback

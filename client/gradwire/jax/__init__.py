@@ -179,11 +179,19 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
     ``result, buffers = apply(params, buffers, *args, **kwargs)``; the call changes nothing in the worker. JAX without x64 cannot hold
     64-bit buffers (BatchNorm counts its batches in one), so it has their bits, as int32 words along a last axis of length 2.
 
+    Seeds are the remote's: ``functional(net.options(seed=s))[0]`` is ``apply`` with a seed, and may be made in a traced program, where
+    ``s`` is traced.
+
     UsageError for a function. DtypeError for 64-bit parameters while JAX would narrow them.
     """
     check_remote(remote)
     check_owner("functional", owner, buffers)
-    return _owned_by_worker(remote) if owner == "worker" else _owned_by_caller(remote, buffers == "explicit")
+    with (
+        jax.ensure_compile_time_eval()
+    ):  # in a traced program it is called for the sake of a seed, and reads no tracers
+        return (
+            _owned_by_worker(remote) if owner == "worker" else _owned_by_caller(remote, buffers == "explicit")
+        )
 
 
 def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:
