@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradwire import hints
 from gradwire.broker_link import BrokerLink
 from gradwire.exits import end_daemon
 from gradwire.families import barrier
@@ -32,7 +33,6 @@ from gradwire_wire.machine import shared_limit
 # What only some programs need is loaded when it is needed: `import gradwire` is to cost little more than numpy does.
 if TYPE_CHECKING:
     from gradwire.configuration import Configuration, WorkerEntry
-    from gradwire.trace import Trace
 
 __all__ = ["Bridge", "connect"]
 
@@ -258,7 +258,7 @@ class Bridge:
         noted = [w.last_error for w in list(self._workers.values()) if w.last_error is not None]
         return max(noted, key=lambda entry: entry[0])[1] if noted else None
 
-    def trace(self, path: str | os.PathLike[str], *, capacity: int = 1 << 16) -> Trace:
+    def trace(self, path: str | os.PathLike[str], *, capacity: int = 1 << 16) -> hints.Trace:
         """Write what the calls made meanwhile do, and when, to a file that opens in https://ui.perfetto.dev::
 
             with bridge.trace("calls.json"):

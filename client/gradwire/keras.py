@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -18,13 +18,11 @@ from gradwire.conversion import to_numpy
 from gradwire.derived import Derived
 from gradwire.families import face_named, family_of_call, is_leaf
 from gradwire.functional import Functional
+from gradwire.remote import Remote
 from gradwire.static_shapes import StaticAval, static_results
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import DtypeError, RemoteError, UsageError
 from gradwire_wire.structures import fill, flatten
-
-if TYPE_CHECKING:
-    from gradwire.remote import Remote
 
 __all__ = ["Layer"]
 

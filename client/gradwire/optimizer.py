@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradwire import minimizing
+from gradwire import hints, minimizing
 from gradwire.families import untraced
 from gradwire.orders import checked_target
 from gradwire.proxies import no_attribute, stays_here
 from gradwire.regularizers import warn_of_regularizers
 from gradwire.selection import checked_options
 from gradwire_wire.errors import UsageError
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from gradwire.remote import Remote
 
 __all__ = ["Optimizer"]
 
@@ -25,7 +20,7 @@ class Optimizer:
 
     __slots__ = ("__weakref__", "_number", "_remote", "_target")
 
-    def __init__(self, remote: Remote, target: str, number: int) -> None:
+    def __init__(self, remote: hints.Remote, target: str, number: int) -> None:
         self._remote, self._target, self._number = remote, target, number
         remote.handle.drop_with(self, number)
 
@@ -77,7 +72,7 @@ class Optimizer:
         return minimizing.minimize(self._remote, ("M", self._number, _clip_norm(clip_norm)), args, kwargs)
 
     @untraced
-    def submit(self, /, *args: Any, clip_norm: float | None = None, **kwargs: Any) -> Future[Any]:
+    def submit(self, /, *args: Any, clip_norm: float | None = None, **kwargs: Any) -> hints.Future[Any]:
         """`minimize` without waiting: returns a future of the result.
 
         Steps are made in the order of their submission, and each starts from the parameters that the step before has left. While the

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradwire import pullback
+from gradwire import hints, pullback
 from gradwire.answers import checked_state
 from gradwire.background import Background
 from gradwire.exits import end_daemon
@@ -47,9 +47,6 @@ from gradwire_wire.carriers import Carrier
 from gradwire_wire.errors import ClosedError, DtypeError, UnsupportedTensorError, UsageError
 from gradwire_wire.messages import WHOLE_VERBS
 from gradwire_wire.structures import fill, flatten, positional
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 __all__ = ["Remote"]
 
@@ -201,7 +198,7 @@ class Remote:
         return fill(result.structure, [ShapeDtype(a.shape, a.dtype.name) for a in result.avals])
 
     @untraced
-    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, /, *args: Any, **kwargs: Any) -> hints.Future[Any]:
         """Make the call without waiting for its answer; tensors must not be written until it is done.
 
         Calls from numpy, and from torch if no gradient is recorded, are made in the order of their submission. Many of them are

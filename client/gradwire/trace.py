@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from gradwire.bridge import Bridge
 from gradwire.notes import Recorded
 from gradwire.recording import Recording
 from gradwire.trace_events import document
 from gradwire_wire.errors import UsageError
-
-if TYPE_CHECKING:
-    from gradwire.bridge import Bridge
 
 __all__ = ["Trace"]
 

@@ -13,10 +13,10 @@ import gradwire as gw
 FRAMEWORKS = ("torch", "jax", "jaxlib", "tensorflow", "keras", "ml_dtypes")
 
 
-def printed_by(code: str) -> list[str]:
+def printed_by(code: str, *arguments: str) -> list[str]:
     """The words that a fresh interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -64,6 +64,30 @@ def test_every_public_name_is_there_and_only_those() -> None:
     assert set(gw._HOMES) <= set(gw.__all__)
     with pytest.raises(AttributeError, match="no attribute 'conect'"):
         gw.conect
+
+
+HINTS = """
+import gradwire as gw, inspect, re, sys, typing
+module = getattr(gw, sys.argv[1]) if sys.argv[1:] else gw
+functions = {}
+for x in [getattr(module, name) for name in module.__all__]:
+    for cls in x.__mro__ if inspect.isclass(x) else ():
+        if cls.__module__.startswith("gradwire"):
+            typing.get_type_hints(cls)
+            found = [getattr(f, "fget", None) or getattr(f, "__func__", f) for name, f in vars(cls).items() if re.match("__|[^_]", name)]
+            functions.update({f.__qualname__: f for f in found if inspect.isfunction(f)})
+    if inspect.isfunction(x):
+        functions[x.__qualname__] = x
+for name, function in functions.items():
+    assert typing.get_type_hints(function).keys() == inspect.get_annotations(function).keys(), name
+print(len(functions))
+"""
+
+
+@pytest.mark.parametrize("face", ["", "torch", "jax", "tensorflow", "keras"])
+def test_tools_find_the_hints_of_all_that_is_public(face: str) -> None:
+    """As beartype, pydantic and sphinx look for them: in the names that the function's module has."""
+    assert int(printed_by(HINTS, *[face] * bool(face))[0]) > (0 if face else 50)
 
 
 def test_a_face_whose_framework_is_not_here() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,19 @@ import numpy as np
 
 from gradwire.families import family_of_call, is_leaf
 from gradwire.functional import Functional, check_owner, check_remote
+from gradwire.handle import Handle
 from gradwire.jax.callback import barrier
 from gradwire.jax.derived import Derived
 from gradwire.jax.primitive import bind
 from gradwire.jax.symbols import spec_of
 from gradwire.regularizers import warn_of_regularizers
+from gradwire.remote import Remote
 from gradwire.site import Site, SpecResult
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import DtypeError, GradwireError, RemoteError, UnsupportedTensorError, UsageError
 from gradwire_wire.structures import LONE_LEAF, fill, flatten, leaf_paths, weak_leaves, with_weak
 from gradwire_wire.tensors import jax as tensors
 from gradwire_wire.tensors import numpy as numpy_tensors
-
-if TYPE_CHECKING:
-    from gradwire.handle import Handle
-    from gradwire.remote import Remote
 
 __all__ = ["ACCUMULATES", "NAME", "barrier", "call", "functional", "seed"]
 

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from gradwire.derived import Derived
+from gradwire.handle import Handle
 from gradwire.site import Site
 from gradwire.tensorflow.nodes import apply
 from gradwire.tensorflow.tapes import may_record
 from gradwire_wire.structures import fill
 from gradwire_wire.tensors import numpy as numpy_tensors
 from gradwire_wire.tensors.tensorflow import export
-
-if TYPE_CHECKING:
-    from gradwire.handle import Handle
 
 __all__ = ["ACCUMULATES", "NAME", "call"]
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gradwire.derived import Derived
+from gradwire.handle import Handle
 from gradwire.site import Site
 from gradwire.torch.anchors import anchor
 from gradwire.torch.compiled import traced
@@ -22,7 +23,6 @@ from gradwire_wire.tensors import numpy as numpy_tensors
 from gradwire_wire.tensors.torch import adopt, export
 
 if TYPE_CHECKING:
-    from gradwire.handle import Handle
     from gradwire.torch.module import Module
 
 __all__ = ["ACCUMULATES", "NAME", "Module", "call", "in_callers_modes", "is_plain", "traced", "undisturbed"]

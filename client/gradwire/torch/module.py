@@ -9,12 +9,13 @@ they are read there at each call, no way of changing them is missed. What has le
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gradwire.functional import check_owner
 from gradwire.proxies import stays_here
+from gradwire.remote import Remote
 from gradwire.torch.compiled import traced
 from gradwire.torch.contents import Contents
 from gradwire.torch.form import Form
@@ -22,9 +23,6 @@ from gradwire.torch.names import Fixed, Part, Place, placed
 from gradwire.torch.stage import Stage
 from gradwire_wire.errors import GradwireError, UsageError
 from gradwire_wire.tensors.torch import NAME
-
-if TYPE_CHECKING:
-    from gradwire.remote import Remote
 
 __all__ = ["Module"]
 
