@@ -328,7 +328,8 @@ def lie_shortly(client: Intruder, line: Lane, chance: random.Random) -> None:
         line.send_nowait([frame])
     plan = chance.choice(list(plans.values()))
     with contextlib.suppress(NotShared):
-        loans = plan.put(client.carriers, next(client.numbers), chance.choice([0, 0, 1]), [])
+        together = chance.choice([0, 0, 2, 9, 2**32 - 1])
+        loans = plan.put(client.carriers, next(client.numbers), chance.choice([0, 0, 1]), [], together)
         client.exchange.take_back_loans(loans)  # sooner than the worker could
         length = plan.nbytes
         if chance.random() < 0.6:

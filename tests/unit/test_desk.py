@@ -72,7 +72,9 @@ kept = []
 def double(x): return x * 2
 def total(*xs): return [float(x.sum(dtype="f8")) for x in xs]
 def keep(x): kept.append(x); return len(kept)
-def keep_and_give(x): kept.append(x[:1].copy()); return x
+given = []
+def give(x): given.append(1); return x
+def how_many(): return len(given)
 def sums(): return [float(x.sum(dtype="f8")) for x in kept]
 def identity(x): return x
 def scribble(x): x[...] = -1; return x
@@ -725,12 +727,6 @@ def test_an_error_comes_after_the_answers_before_it(waiting: Any) -> None:
     assert messages.unpack(received_by(line)).kind == "ProtocolError"
 
 
-def sums_of(client: Client) -> list[float]:
-    """Of all that the target `keep` and its like have kept."""
-    found: list[float] = fill(client.call(client.load("sums"))[0].structure, [])
-    return found
-
-
 @contextlib.contextmanager
 def lane_of(client: Client, target: str, x: np.ndarray, sends_bytes: int) -> Iterator[Any]:
     """A lane with plan 3 of that target, whose worker's socket has room for so many bytes."""
@@ -748,11 +744,12 @@ def lane_of(client: Client, target: str, x: np.ndarray, sends_bytes: int) -> Ite
 def test_answers_that_waited_and_find_no_room_come_when_there_is_some(client: Client) -> None:
     """The worker has nothing to do then, and looks for nothing but that room."""
     x = full(1, 2000)
-    with lane_of(client, "keep_and_give", x, 20_000) as line:
-        before = len(sums_of(client))
+    how_many = client.load("how_many")
+    with lane_of(client, "give", x, 20_000) as line:
+        before = fill(client.call(how_many)[0].structure, [])
         line.send_nowait([batch_of([short_call(11 + i, x, together=9) for i in range(7)])])
-        while len(sums_of(client)) < before + 7:  # it has made them all, and its socket is full
-            pass
+        while fill(client.call(how_many)[0].structure, []) < before + 7:
+            pass  # until it has made them all, and its socket is full
         client.load("double")
         assert [number_of(received_by(line)) for _ in range(7)] == [*range(11, 18)]
 
