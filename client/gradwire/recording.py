@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from gradwire import answers
 from gradwire.connection import Connection
@@ -47,6 +48,7 @@ class Recording:
         self._noted = self._started = 0
         self._attaching = threading.RLock()  # a handler of signals must not wait for what it has interrupted
         self._attached: dict[bytes, Connection] = {}  # by incarnation: those whose worker was told
+        self._asked: dict[bytes, Connection] = {}  # and those whose worker perhaps was
         self._is_over = False
         self._lost: dict[str, str] = {}
 
@@ -61,13 +63,10 @@ class Recording:
             if self._link.recorder is not None:
                 raise UsageError("this bridge is being traced already: one trace of a bridge at a time")
             self._link.recorder = self
-        try:
+        with self._abandoned_if_interrupted():
             for worker in list(self._bridge._workers.values()):
                 if worker.alive:
                     self._attach(worker._connection)
-        except BaseException:  # Ctrl-C, say: nobody will stop it
-            self._link.recorder, self._is_over = None, True
-            raise
 
     # -- what callers note -------------------------------------------------------------------------
 
@@ -89,6 +88,7 @@ class Recording:
         with self._attaching:
             if self._is_over or connection.facts.incarnation in self._attached:
                 return
+            self._asked[connection.facts.incarnation] = connection
             try:
                 connection.ask(lambda n, _: messages.Trace(n, self._capacity), ANSWER_S)
             except GradwireError as error:
@@ -104,6 +104,22 @@ class Recording:
 
     def stop(self) -> Recorded:
         """End, and fetch what the workers have recorded; what one that died had is lost, and nothing else."""
+        with self._abandoned_if_interrupted():
+            return self._stop()
+
+    @contextmanager
+    def _abandoned_if_interrupted(self) -> Iterator[None]:
+        """After Ctrl-C, say, nobody stops it: so it is over, and workers that perhaps were told to record are told not to. Waits for none."""
+        try:
+            yield
+        except BaseException:
+            self._link.recorder, self._is_over = None, True
+            for connection in self._asked.values():
+                with suppress(GradwireError):
+                    connection.ask(_stopping, 0.0)
+            raise
+
+    def _stop(self) -> Recorded:
         self._link.recorder = None
         stopped = now()
         with self._attaching:
@@ -135,11 +151,15 @@ class Recording:
 
 
 def _fetch(connection: Connection) -> tuple[dict[int, FarEnd], int]:
-    reply, frames = connection.ask(lambda n, _: messages.Trace(n, 0), ANSWER_S)
+    reply, frames = connection.ask(_stopping, ANSWER_S)
     rows, columns, dropped = answers.times(reply.structure, connection.borrow_all(reply.headers, frames))
     at = [columns.index(name) for name in FarEnd._fields]
     ids = rows[:, columns.index("call_id")].tolist()
     return {n: FarEnd(*row) for n, row in zip(ids, rows[:, at].tolist(), strict=True)}, dropped
+
+
+def _stopping(call_id: int, _: Any) -> messages.Trace:
+    return messages.Trace(call_id, 0)
 
 
 def _is_one_clock(noted: Iterable[Message], far: dict[int, FarEnd], incarnation: bytes) -> bool:

@@ -22,6 +22,7 @@ import pytest
 import gradwire as gw
 from gradwire import recording
 from gradwire.connection import Connection
+from tests.doubles.patience import soon
 
 pytestmark = pytest.mark.integration
 
@@ -31,6 +32,9 @@ import numpy as np
 def double(x): return x * 2
 def slow(x): time.sleep(0.05); return x
 def fail(x): raise ValueError("bad 42")
+def until(begun, over):
+    open(begun, "w").close()
+    while not os.path.exists(over): time.sleep(0.01)
 def die(x): os.kill(os.getpid(), signal.SIGKILL)
 def square(x): return x * x
 square.vjp = lambda x: (x * x, lambda out_bar: (2 * x * out_bar,))
@@ -498,6 +502,57 @@ def test_a_trace_that_is_interrupted_as_it_begins_has_not_begun(
     with bridge.trace(tmp_path / "t.json"):
         worker.function("traced.py:double")(X)
     assert len(File(tmp_path / "t.json").named("invoke")) == 1
+
+
+def test_no_worker_records_for_a_trace_that_was_interrupted(
+    bridge: gw.Bridge, worker: gw.Worker, other: gw.Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it began, when some worker had begun; and as it ended, when some worker had not been asked yet."""
+    ask = Connection.ask
+    for fine in (0, 1, 2, 3):
+        asked = itertools.count()
+
+        def interrupted(*args: Any, fine: int = fine, asked: Iterator[int] = asked) -> Any:
+            found = ask(*args)
+            if next(asked) == fine:
+                raise KeyboardInterrupt
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "ask", interrupted)
+            with pytest.raises(KeyboardInterrupt), bridge.trace(tmp_path / "t.json"):
+                pass
+        assert next(asked) > fine
+        for each in (worker, other):
+            each.function("traced.py:double")(X)  # behind what nobody has waited for
+            assert each.function("traced.py:recorders")() == [None] * 3
+
+
+def test_a_busy_worker_does_not_record_later_for_a_trace_that_was_interrupted(
+    bridge: gw.Bridge, worker: gw.Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What begins and what ends it wait for the worker on two lines, and nobody says which it finds first."""
+    f, until, ask = worker.function("traced.py:double"), worker.function("traced.py:until"), Connection.ask
+
+    def interrupted(connection: Connection, make: Any, timeout_s: float) -> Any:
+        try:
+            return ask(connection, make, 0.0)
+        finally:
+            if timeout_s:
+                raise KeyboardInterrupt
+
+    for i in range(4):
+        begun, over = tmp_path / f"begun {i}", tmp_path / f"over {i}"
+        held = until.submit(str(begun), str(over))
+        assert soon(begun.exists)
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "ask", interrupted)
+            with pytest.raises(KeyboardInterrupt), bridge.trace(tmp_path / "t.json"):
+                pass
+        over.touch()
+        held.result(60)
+        assert [f(X).sum() for _ in range(3)] == [X.sum() * 2] * 3
+        assert worker.function("traced.py:recorders")() == [None] * 3
 
 
 def test_a_handler_of_signals_may_call_while_a_trace_begins(

@@ -29,8 +29,10 @@ def act(desk: Desk, session: Session, trace: Trace) -> tuple[bytes, list[Carrier
         raise ProtocolError(f"a recording of {trace.capacity} rows; at most {MAX_ROWS}")
     recorder = desk.recorder or Recorder(desk)
     if trace.capacity:
-        recorder.begin(session, trace.capacity)
+        if trace.call_id > session.not_recorded_until:  # else it comes late, by another line
+            recorder.begin(session, trace.capacity)
         return flatten(None, callable)[0], []
+    session.not_recorded_until = trace.call_id
     ring = recorder.end(session)
     facts = {"columns": list(COLUMNS), "dropped": ring.dropped}
     return flatten(facts, callable)[0], [Carrier(ring.taken(), INT64)]

@@ -22,6 +22,7 @@ class Session:
     def __init__(self, client_id: bytes, tether: Tether | None, marks: Ledger, exchange: Exchange) -> None:
         self.client_id, self.tether, self.marks, self.exchange = client_id, tether, marks, exchange
         self.dealers: dict[bytes, Addressee] = {}
+        self.not_recorded_until = 0  # the id of the message that has ended a recording last
 
 
 def forget_plans(lines: Iterable[Line], programs: Collection[Program]) -> None:
