@@ -230,3 +230,30 @@ def test_r39_keras_with_the_jax_backend_in_a_worker(with_backend: Workers) -> No
     optimizer.step()
     assert all((net.parameters()[name] != value).any() for name, value in before.items() if "kernel" in name)
     assert_layers_as_in_process(worker)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_constraint_is_refused_where_no_keras_optimizer_would_apply_it(
+    with_backend: Workers, backend: str
+) -> None:
+    net = with_backend(backend).module("keras_models:make_constrained")
+    for form in (gw.keras.Layer, gw.torch.Module, gw.jax.functional):
+        with pytest.raises(gw.UsageError, match=r"kernel has a constraint \(NonNeg\)"):
+            form(net)(X)
+    net.requires_grad_(False, ["dense/kernel"])
+    assert as_numpy(gw.keras.Layer(net)(X)).shape == (len(X), 3)
+
+
+@pytest.mark.slow
+def test_a_keras_module_that_assigns_to_its_parameters_is_refused_in_a_torch_worker(
+    with_backend: Workers,
+) -> None:
+    net = with_backend("torch").module("keras_models:make_spectral")
+    before = net.state_dict()
+    for call in (net.train(), gw.torch.Module(net)):
+        with pytest.raises(gw.UsageError, match=r"assigns to its parameter .*kernel.* SpectralNormalization"):
+            call(torch.tensor(X))
+    for name, x in net.state_dict().items():
+        np.testing.assert_array_equal(before[name], x)
+    assert net.eval()(X).shape == (len(X), 3)

@@ -9,10 +9,11 @@ import sys
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from gradwire_wire.errors import UsageError
 from gradwire_wire.structures import flatten
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "awaits_weights",
     "called_in_layer",
     "carries_state",
+    "check_unconstrained",
     "derived_anew",
     "frozen",
     "is_keras_layer",
@@ -254,6 +256,17 @@ def _set_mask(x: Any, mask: Any) -> None:
         set_mask(x, mask)
     elif mask is not None:
         x._keras_mask = mask
+
+
+def check_unconstrained(variables: Mapping[str, Any]) -> None:
+    """UsageError for one that is constrained, where the caller owns them."""
+    for name, variable in variables.items():
+        constraint = getattr(variable, "constraint", None)
+        if constraint is not None and variable.trainable:
+            raise UsageError(
+                f"{name} has a constraint ({type(constraint).__name__}), which a Keras optimizer applies after each step, and the "
+                "caller's would not. Make the layer without it, or let a TensorFlow worker own the parameters (Remote.optimizer)"
+            )
 
 
 def regularized(layer: Any) -> list[str]:

@@ -112,3 +112,15 @@ def make_normalized(spread):
     return keras.Sequential(
         [keras.Input((3,)), normalization, keras.layers.Dense(2, kernel_initializer="ones")]
     )
+
+
+def make_constrained():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, kernel_constraint="non_neg")])
+
+
+def make_spectral():
+    """Assigns to its kernel in training mode."""
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense(3)
+    return keras.Sequential([keras.Input((4,)), keras.layers.SpectralNormalization(dense)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Collection
 
 import jax
 import keras
@@ -64,6 +64,10 @@ class KerasModel(Model):
             return called_in_layer([self._layer], trainable, self._layer, args, kwargs)
 
         return self._applied(called, call)
+
+    def variables(self, names: Collection[str]) -> dict[str, Any]:
+        """See `gradwire_workers.jax.models.Model.variables`."""
+        return {name: self._variables[name] for name in names}
 
     def regularizers(self) -> list[str]:
         """See `gradwire_workers.program.Program.regularizers`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import Any, Union
+from typing import Any, Collection, Union
 
 from gradwire_wire.errors import UsageError
 from gradwire_workers.jax.calls import Arguments, Call
@@ -60,6 +60,10 @@ class Model(ABC):
         own = {name: x for name, x in kwargs.items() if name != MASKS}
         result, moved = self.apply(call._replace(arguments=Arguments(args, own)))
         return (result, [], None), moved
+
+    def variables(self, names: Collection[str]) -> dict[str, Any]:
+        """Keras's own of the parameters of these names; nothing where the library has no such."""
+        return {}
 
     def regularizers(self) -> list[str]:
         """See `gradwire_workers.program.Program.regularizers`."""

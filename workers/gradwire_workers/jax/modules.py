@@ -20,6 +20,7 @@ from gradwire_workers.jax.hidden import Core, Form, InLayer, Replay, with_buffer
 from gradwire_workers.jax.models import Model
 from gradwire_workers.jax.optimizers import OptaxOptimizer
 from gradwire_workers.jax.store import Store
+from gradwire_workers.keras_layers import check_unconstrained
 from gradwire_workers.program import Program, Residual, Result, WorkerSite
 
 __all__ = ["ModuleProgram"]
@@ -167,6 +168,7 @@ class ModuleProgram(Program):
     def functional(
         self, buffers: bool, training: bool | None = None, trainable: bool | None = None
     ) -> ModuleProgram:
+        check_unconstrained(self._store.model.variables(self._store.trainable()))
         form: Form = with_buffers if buffers else with_parameters
         return ModuleProgram(
             self._store, form if trainable is None else InLayer(form, trainable), training, buffers

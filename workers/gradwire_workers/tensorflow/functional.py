@@ -7,7 +7,7 @@ from typing import Any, Mapping
 import tensorflow as tf
 
 from gradwire_wire.errors import UsageError
-from gradwire_workers.keras_layers import called_in_layer
+from gradwire_workers.keras_layers import called_in_layer, check_unconstrained
 from gradwire_workers.tensorflow.modules import Module, resource_of, value_of
 from gradwire_workers.tensorflow.substitution import substituted
 
@@ -90,11 +90,7 @@ def _check_unwritten(given: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 def _checked(name: str, variable: Any, value: Any) -> Any:
-    if getattr(variable, "constraint", None) is not None and variable.trainable:
-        raise UsageError(
-            f"{name} has a constraint ({type(variable.constraint).__name__}), which a Keras optimizer applies after each step, and "
-            "the caller's would not. Let the worker own the parameters (Remote.optimizer), or make the layer without it"
-        )
+    check_unconstrained({name: variable})
     want = value_of(variable)
     have = tf.convert_to_tensor(value)
     if tuple(have.shape) != tuple(want.shape) or have.dtype != want.dtype:

@@ -382,6 +382,8 @@ class TorchFunctional(TorchProgram):
 
 def _check(module: Any) -> None:
     """Raises UsageError for what cannot have other tensors put in its place."""
+    if state.is_of_keras(module):
+        module.check_given()
     for name, part in module.named_modules():
         what = f"{name or 'the module'}, a {type(part).__qualname__},"
         if isinstance(part, torch.jit.ScriptModule):

@@ -16,6 +16,7 @@ import torch
 from gradwire_wire.errors import UsageError
 from gradwire_workers.keras_layers import (
     called_in_layer,
+    check_unconstrained,
     derived_anew,
     regularized,
     rnn_states,
@@ -68,6 +69,12 @@ class KerasModule(torch.nn.Module):
 
         return self._applied(call, args, kwargs)
 
+    def check_given(self) -> None:
+        """UsageError where parameters that the caller owns would not learn as the module's own do."""
+        check_unconstrained(
+            {n: self._places[n] for n, p in self._parameters.items() if p is not None and p.requires_grad}
+        )
+
     def regularizers(self) -> list[str]:
         """See `gradwire_workers.program.Program.regularizers`."""
         return regularized(self._layer[0])
@@ -94,6 +101,12 @@ class KerasModule(torch.nn.Module):
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             with derived_anew(self._layer):
                 result = call(*args, **kwargs)
+        for name in self._parameters:
+            if scope.get_current_value(self._places[name]) is not given[name]:
+                raise UsageError(
+                    f"this module assigns to its parameter {name} when it is called (as SpectralNormalization does), and in a torch "
+                    "worker that would be lost, and its gradient another one. Load it in a TensorFlow worker, or make such a layer of torch's own"
+                )
         for name, buffer in self._buffers.items():
             moved = scope.get_current_value(self._places[name])
             if buffer is not None and moved is not None and moved is not given[name]:
