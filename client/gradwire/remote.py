@@ -289,7 +289,7 @@ class Remote:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Replace the state, all or nothing. UsageError names what is missing, unexpected or misshapen."""
-        if not isinstance(state, Mapping):
+        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
             raise UsageError(
                 f"a state is a dict of tensors by name, as state_dict() gives it, not {state!r:.80}"
             )
@@ -321,6 +321,8 @@ class Remote:
         names: of parameters, beginnings of names ("encoder" means "encoder.weight" and so on), or patterns with ``*``; None
         means all parameters. UsageError for a name that no parameter has.
         """
+        if not isinstance(flag, (bool, np.bool_)):
+            raise UsageError(f"requires_grad_() takes True or False, and then the names, not {flag!r:.80}")
         self._change("requires_grad", bool(flag), checked_names(names))
         return self
 

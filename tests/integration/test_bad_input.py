@@ -130,7 +130,9 @@ def test_numbers_of_numpy_are_numbers(numpy_worker: gw.Worker) -> None:
         (lambda w, b: gw.connect(start_timeout="5"), "start_timeout='5'"),
         (lambda w, b: w.function("any_framework:double").jvp(X, X), "jvp takes two tuples"),
         (lambda w, b: w.function("any_framework:double").load_state_dict(5), "dict of tensors by name"),
+        (lambda w, b: w.function("any_framework:double").load_state_dict({0: X}), "dict of tensors by name"),
         (lambda w, b: w.function("any_framework:double").requires_grad_(True, 5), "names of parameters"),
+        (lambda w, b: w.function("any_framework:double").requires_grad_("encoder"), "and then the names"),
         (lambda w, b: w.function("any_framework:double").optimizer(dict), "a target is named by a text"),
         (lambda w, b: w.function("any_framework:double").optimizer("a:b"), r"optimizer\(\) needs a module"),
         (
