@@ -385,6 +385,19 @@ def test_a_recorded_program_says_that_a_size_is_an_argument(remote: Callable[...
     equal(recorded(double(3, seed=1)), scaled(double(3, seed=1), 3))
 
 
+@pytest.mark.parametrize(
+    "transform", [vmap, lambda f: vmap(grad(lambda x: f(x).sum()))], ids=["vmap", "vmap of grad"]
+)
+def test_r34_a_batch_is_recorded_with_a_size_that_is_a_symbol(
+    transform: Function, remote: Callable[..., Remote]
+) -> None:
+    f = lambda x: x.sin() * x.sum()  # noqa: E731
+    recorded = make_fx(transform(remote(f)), tracing_mode="symbolic")(double(3, 4))
+    for rows in (3, 5, 1):
+        x = double(rows, 4, seed=rows)
+        equal(recorded(x), transform(f)(x))
+
+
 def test_where_the_graph_may_not_end_the_error_says_what_to_do(remote: Callable[..., Remote]) -> None:
     compiled = whole(remote(scaled))
     equal(compiled(double(3), 2), scaled(double(3), 2))

@@ -28,7 +28,7 @@ transpose. Pure functions.
 
 from __future__ import annotations
 
-from typing import Callable, List, Sequence, Tuple, TypeVar
+from typing import Any, Callable, List, Sequence, Tuple, TypeVar
 
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import ProtocolError, UsageError, shown
@@ -92,12 +92,17 @@ def result_avals(
         return [avals[i] for i in op[1]]
     if op[0] == "P":
         return result_avals(word[:-1], avals, base)
-    sizes = {a.shape[:1] for a, mapped in zip(avals, op[1]) if mapped}
-    if len(sizes) != 1 or sizes == {()}:
-        raise ProtocolError(f"batched operands disagree on the batch size: {sorted(sizes)}")
-    (size,) = sizes.pop()
+    size = _batch_size([a.shape for a, mapped in zip(avals, op[1]) if mapped])
     rows = [Aval(a.shape[1:], a.dtype) if mapped else a for a, mapped in zip(avals, op[1])]
     return [Aval((size, *a.shape), a.dtype) for a in result_avals(word[:-1], rows, base)]
+
+
+def _batch_size(shapes: Sequence[Sequence[Any]]) -> Any:
+    """The size that all of these shapes begin with: it may be a symbol, which can be compared, but not hashed."""
+    sizes = [shape[0] for shape in shapes if shape]
+    if not sizes or len(sizes) < len(shapes) or any(size != sizes[0] for size in sizes):
+        raise ProtocolError(f"batched operands disagree on the batch size: {[*map(list, shapes)]}")
+    return sizes[0]
 
 
 def operands_of_function(word: Word, avals: Sequence[Aval]) -> tuple[Aval, ...]:

@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from gradwire.derived import Derived
 from gradwire.torch import operator
 from gradwire.torch.evaluation import evaluate, zeros_like_result
+from gradwire.torch.symbols import at_this_size
 from gradwire_wire.carriers import Aval
 from gradwire_wire.errors import UsageError
 from gradwire_wire.messages import KEEP_ROWS
@@ -180,7 +181,8 @@ class _Transformed(torch.autograd.Function):
         if token_dim is not None:
             token = token.movedim(token_dim, 0)
         if not fn.word:
-            fn.structure = fn.structure_of([_row(x, mapped) for x, mapped in zip(moved, axes, strict=True)])
+            rows = [_row(x, mapped) for x, mapped in zip(moved, axes, strict=True)]
+            fn.structure = fn.structure_of([at_this_size(a) for a in rows])
         batched = _row_by_row if in_rows else _as_batch
         *results, kept = batched(fn, axes, moved, token, token_dim is not None, info.batch_size)
         return (*results, kept), (*(0 for _ in results), None if kept is None else 0)

@@ -14,7 +14,12 @@ from gradwire_wire.errors import GradwireError
 from gradwire_wire.tensors.torch import aval
 from gradwire_wire.words import result_avals
 
-__all__ = ["symbolic_avals"]
+__all__ = ["at_this_size", "symbolic_avals"]
+
+
+def at_this_size(a: Aval) -> Aval:
+    """The same with each symbol at the value that it has now, which does not fix it: for what does not follow from sizes."""
+    return a._replace(shape=tuple(n.node.hint if isinstance(n, torch.SymInt) else n for n in a.shape))
 
 
 def symbolic_avals(fn: Derived, operands: Sequence[Any]) -> tuple[list[Aval], bytes]:
