@@ -103,8 +103,8 @@ class Life:
             self._raise_dead(was_running=True)
         if deadline is not None and time.perf_counter() > deadline:
             raise DeadlineError(
-                f"worker {self.facts.name!r} did not answer in time; it was interrupted. Code that loops in C cannot be: "
-                "worker.restart() ends it. Give more time with .options(timeout=...)"
+                f"worker {self.facts.name!r} did not answer in time; it was sent an interrupt. Code that loops in C, or has "
+                "blocked signals, does not see it: worker.restart() ends it. Give more time with .options(timeout=...)"
             )
 
     def raise_unreachable(self, was_running: bool = False) -> NoReturn:
