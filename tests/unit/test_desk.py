@@ -75,6 +75,9 @@ def keep(x): kept.append(x); return len(kept)
 given = []
 def give(x): given.append(1); return x
 def how_many(): return len(given)
+noted = []
+def note(x): noted.append(float(x[0])); time.sleep(0.001); return x
+def all_noted(): return noted
 def sums(): return [float(x.sum(dtype="f8")) for x in kept]
 def identity(x): return x
 def scribble(x): x[...] = -1; return x
@@ -752,6 +755,42 @@ def test_answers_that_waited_and_find_no_room_come_when_there_is_some(client: Cl
             pass  # until it has made them all, and its socket is full
         client.load("double")
         assert [number_of(received_by(line)) for _ in range(7)] == [*range(11, 18)]
+
+
+def test_who_waits_is_not_kept_waiting_for_answers_to_come_together(client: Client, folder: Path) -> None:
+    """A call of `note` takes longer than a turn."""
+    other = Client(folder)
+    with lane_of(client, "note", LET_GO, 200_000) as line, lane_of(other, "note", LET_GO, 200_000) as another:
+        headers, wait = client.lend(BUSY)[0], client.load("wait")
+        busy = Call(1, wait, positional(1), [], 0, 0, 0, None, 0, None, headers, [], [])
+        sockets.send_nowait(client.dealer, [messages.pack(busy)])
+        while not (folder / "begun-2").exists():
+            time.sleep(0.001)
+        line.send_nowait([batch_of([short_call(i, full(i, 4), together=9) for i in range(11, 17)])])
+        another.send_nowait([short_call(1, full(99, 4))])
+        (folder / "-2").touch()
+        client.exchange.borrow_all(messages.unpack(answer_on(client.dealer)).headers, [])
+        assert [number_of(received_by(line)) for _ in range(6)] == [*range(11, 17)]
+        assert number_of(received_by(another)) == 1
+        noted = fill(client.call(client.load("all_noted"))[0].structure, [])
+        assert 99 in noted[:-1] and [x for x in noted if 10 < x < 20] == [*range(11, 17)]
+    other.close()
+    for sign in ("-2", "begun-2"):
+        (folder / sign).unlink()
+
+
+def test_who_is_alone() -> None:
+    """Nobody else's call can be there: neither by the poller, nor left of a batch, nor on a page that does not ring."""
+    desk = Mock(_turns=Turns())
+    desk._poller.poll.return_value = [(7, 1)]
+    assert Desk._is_alone(desk, 7) and not Desk._is_alone(desk, 8)
+    desk._turns.unread.add(7)
+    assert Desk._is_alone(desk, 7)
+    desk._turns.unread.add(9)
+    assert not Desk._is_alone(desk, 7)
+    desk._turns.unread.clear()
+    desk._turns.awake = (Mock(), Mock())
+    assert not Desk._is_alone(desk, 7)
 
 
 def test_an_answer_that_the_lane_never_takes_does_not_wait(client: Client) -> None:

@@ -262,7 +262,7 @@ class Desk:
         until, held = time.perf_counter() + TURN_S, self._held
         try:
             try:
-                while held or time.perf_counter() < until:
+                while time.perf_counter() < until or (held and self._is_alone(fd)):
                     received = lane.receive_nowait()
                     if received is None:
                         break
@@ -282,8 +282,15 @@ class Desk:
             identity, *frames = received
             session = sessions.get(identity[:16])
             self._serve_dealer(session, frames, line_of(session, router, identity), identity)
-            received = sockets.receive_nowait(router) if held else None
+            received = sockets.receive_nowait(router) if held and self._is_alone(router) else None
         held.release()
+
+    def _is_alone(self, here: Any) -> bool:
+        """Whether nobody else waits than who is served here; a page that is awake does not ring."""
+        turns = self._turns
+        if turns.awake is not None or not turns.unread <= {here}:
+            return False
+        return all(waited == here for waited, _ in self._poller.poll(0))
 
     def _serve_dealer(
         self, session: Session | None, frames: list[bytes], line: Addressee, identity: bytes

@@ -3,7 +3,8 @@
 To wake somebody costs the worker more than to send: some 25 µs for the signal to another processor, and twice as much
 since what runs after it finds colder caches. A client that has many calls under way, and waits for none of them alone, therefore says in
 each how many answers may come together (`gradwire_wire.plans`). Nothing is held while there is nothing to do: an answer waits only
-for a call that is already here, comes by the same line and is of the same plan, which is likely to take as long as the one before.
+for a call that is already here, comes by the same line and is of the same plan, which is likely to take as long as the one before. Nor does
+anybody else wait for that call: when a turn is over (`turns`) and others are there, answers are sent.
 
 A signal handler that user code has left may raise between any two steps. So an answer is here until it is sent.
 """
