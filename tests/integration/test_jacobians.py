@@ -53,7 +53,7 @@ def jacobian_of(f: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndar
 
 def from_tape(f: Callable[[Any], Any]) -> Callable[[np.ndarray], Any]:
     def jacobian(x: np.ndarray) -> Any:
-        x = tf.constant(x)
+        x = tf.convert_to_tensor(x)
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = f(x)
@@ -107,6 +107,35 @@ def test_after_a_step_in_the_worker_so_are_jacobians_of_rows_and_second_derivati
         np.testing.assert_allclose(hessian(X), second, atol=1e-7)
     np.testing.assert_allclose(torch.func.hessian(net)(torch.tensor(X)).detach(), second, atol=1e-7)
     np.testing.assert_allclose(jax.vmap(jax.hessian(net))(xs)[0], second, atol=1e-7)
+
+
+@every_differentiating_worker
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_jacobian_of_a_tape_adds_nothing_in_the_worker_but_what_is_made_of_it_does(
+    worker_of: Workers, framework: str, compiled: bool
+) -> None:
+    net = worker_of(framework).module(f"jacobians_{framework}:make_net")
+    target, options = OPTIMIZERS[framework]
+    optimizer = net.optimizer(target, **options)
+    wrapped = tf.function if compiled else lambda f: f
+    wrapped(from_tape(net))(X)
+    assert set(net.grads().values()) == {None}
+
+    def penalty(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(from_tape(net)(x) ** 2)
+        return tape.gradient(loss, tf.zeros(())), loss
+
+    wrapped(penalty)(X)
+    found = net.grads()
+    optimizer.zero_grad()
+    x = torch.tensor(X, requires_grad=True)
+    torch.autograd.functional.jacobian(net, x, create_graph=True).square().sum().backward()
+    for name, expected in net.grads().items():
+        if expected is None:
+            assert found[name] is None
+        else:
+            np.testing.assert_allclose(found[name], expected, atol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize("way", ["jacrev", "jacfwd", "func.jacrev", "func.jacfwd", "tape.jacobian"])

@@ -67,6 +67,44 @@ def test_r34_torch_vmap_over_state_is_refused(worker_of: Workers) -> None:
     assert rows[:, 0].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_r41_tensorflow_makes_no_row_twice(worker_of: Workers, compiled: bool) -> None:
+    """`tf.vectorized_map` executes the row that it has traced besides all rows, where that has effects."""
+    import tensorflow as tf
+
+    rows = tf.constant(np.ones((3, 4), np.float32))
+    counter = worker_of("torch").module("in_torch:Counter")
+    wrapped = tf.function if compiled else lambda f: f
+    with pytest.raises(
+        gw.UsageError, match=r"moves state, cannot be made in tf.vectorized_map.* Use tf.map_fn"
+    ):
+        wrapped(lambda rows: tf.vectorized_map(counter, rows))(rows)
+    assert counter.buffers()["calls"] == 0
+    wrapped(lambda rows: tf.map_fn(counter, rows))(rows)
+    assert counter.buffers()["calls"] == 3
+
+
+def test_gradients_by_row_are_not_added_in_the_worker(worker_of: Workers) -> None:
+    import tensorflow as tf
+
+    net = worker_of("torch").module("in_torch:make_block", [4, 4]).eval()
+    rows = tf.constant(np.ones((3, 4), np.float32))
+
+    def gradient(row: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(row)
+            y = tf.reduce_sum(net(row))
+        return tape.gradient(y, row)
+
+    with pytest.raises(
+        gw.UsageError, match=r"adds to those in the worker, cannot be made in tf.vectorized_map"
+    ):
+        tf.vectorized_map(gradient, rows)
+    assert set(net.grads().values()) == {None}
+    tf.map_fn(gradient, rows)
+    np.testing.assert_array_equal(net.grads()["0.weight"][:, 0], net.grads()["0.bias"])  # every input is 1
+
+
 @pytest.mark.parametrize("caller", ["torch", "tensorflow"])
 def test_a_module_without_parameters_is_called_where_gradients_are_recorded(
     worker_of: Workers, caller: str

@@ -24,7 +24,7 @@ import tensorflow as tf
 from gradwire.derived import Derived
 from gradwire.static_shapes import StaticAval, static_results
 from gradwire.tensorflow.graphs import hold, with_rule
-from gradwire.tensorflow.tapes import has_tangents, is_forward_mode, is_inner, is_recorded
+from gradwire.tensorflow.tapes import has_tangents, is_forward_mode, is_in_rows, is_inner, is_recorded
 from gradwire_wire.dtypes import dtype_named
 from gradwire_wire.errors import UnsupportedTensorError, UsageError
 from gradwire_wire.tensors import numpy as numpy_tensors
@@ -106,6 +106,9 @@ def _graph(fn: Derived, operands: list[Any], token: Any) -> list[Any]:
             "tf.function (TensorFlow would take its tangent for zero). Call it outside of the tf.function, "
             "or use remote.jvp"
         )
+    in_rows = is_in_rows()
+    if in_rows and fn.site.stateful and not fn.word:
+        raise _row_too_many(fn, "its call, which moves state,")
     avals, fn.structure = static_results(fn, [_static_aval(x) for x in operands])
     # Tensors of this graph: a second derivative, traced in a third one, could not reach those of the first.
     operands = [tf.identity(x) for x in operands]
@@ -115,6 +118,8 @@ def _graph(fn: Derived, operands: list[Any], token: Any) -> list[Any]:
     entry = call.entry
 
     def rule(*cotangents: Any) -> list[Any]:
+        if in_rows and fn.site.anchored and fn.site.accumulate and is_in_rows():
+            raise _row_too_many(fn, "its gradient, which adds to those in the worker,")
         return _graph_pullback(fn, entry, operands, kept, results, cotangents)
 
     found, call.rule = with_rule(results, operands, rule, fn.handle)
@@ -254,6 +259,13 @@ def _refused_when_run(tensors: Sequence[Any]) -> list[Any]:
         return [tf.identity(x) for x in tensors]
 
 
+def _row_too_many(fn: Derived, what: str) -> UsageError:
+    return UsageError(
+        f"{fn.handle.name}: {what} cannot be made in tf.vectorized_map, which makes that of the first row once more. "
+        "Use tf.map_fn, let the target take the whole batch, or call the module in evaluation mode and differentiate outside of the map"
+    )
+
+
 def _other_result(fn: Derived, what: str) -> UsageError:
     return UsageError(
         f"{fn.handle.name}: the worker gave {what}, which is not what this tf.function was traced with. If it depends "
@@ -281,8 +293,8 @@ def _pullback(
     cotangents = [_dense(given.get(i), y) for i, y in enumerate(like) if _inexact(y)]
     everything = [*operands, *[c for c in cotangents if c is not None]]
     anchor = fn.site.anchored and 0 in watched
-    # What an outer derivative will pull back again is not yet the loss.
-    inner = is_inner(everything) if anchor and fn.site.accumulate else True
+    # What an outer derivative will pull back again is not yet the loss, and a row of a Jacobian never is.
+    inner = is_in_rows() or is_inner(everything) if anchor and fn.site.accumulate else True
     wrt = tuple(i for i in sorted(watched) if _inexact(operands[i]) and (i or not anchor or not inner))
     if wrt:
         pullback = fn.then(pullback_op(wrt, [c is not None for c in cotangents]), accumulate=not inner)

@@ -6,12 +6,14 @@ tape: forwards are then kept for nothing and dropped at once, which costs time a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["has_tangents", "is_forward_mode", "is_inner", "is_recorded", "may_record"]
+__all__ = ["has_tangents", "is_forward_mode", "is_in_rows", "is_inner", "is_recorded", "may_record"]
 
 try:
     from tensorflow.python.eager.record import could_possibly_record as may_record
@@ -70,6 +72,17 @@ def is_inner(tensors: Sequence[Any]) -> bool | None:
     if not _in_gradient_of_function():
         return is_recorded(tensors)
     return None if possible_gradient_types(list(tensors)) == HIGHER_ORDER else False
+
+
+def is_in_rows() -> bool:
+    """Whether what is traced now is one row of `tf.vectorized_map`, `jacobian` or `batch_jacobian`; told by the name of TensorFlow's function.
+
+    TensorFlow makes a loop over all rows of it, and executes the traced row besides where it has effects.
+    """
+    frame: FrameType | None = None if tf.executing_eagerly() else sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_pfor_impl":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_gradient_of_function() -> bool:
