@@ -270,6 +270,22 @@ def test_an_error_of_the_backward_pass_moves_nothing(worker_of: Workers) -> None
     assert any((net.parameters()[name] != before[name]).any() for name in before)
 
 
+@pytest.mark.parametrize("begin", [lambda o, *a: o.minimize(*a), lambda o, *a: o.submit(*a).result(60)])
+def test_half_a_backward_pass_is_no_part_of_the_next_step(worker_of: Workers, begin: Any) -> None:
+    after = []
+    for failures in (0, 2):
+        net = worker_of("torch").module("with_loss:make_that_fails_late")
+        optimizer = net.optimizer("torch.optim:SGD", lr=0.1)
+        for _ in range(failures):
+            with pytest.raises(ValueError, match="bad 42"):
+                begin(optimizer, X, True)
+            assert all(gradient is None for gradient in net.grads().values())
+        begin(optimizer, X)
+        after.append(net.parameters())
+    for name, value in after[0].items():
+        np.testing.assert_array_equal(value, after[1][name])
+
+
 def test_one_that_is_given_up_moves_nothing(worker_of: Workers) -> None:
     net = worker_of("torch").module("with_loss:make_torch")
     patient = net.optimizer("torch.optim:SGD", lr=0.1)

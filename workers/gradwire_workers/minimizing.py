@@ -31,17 +31,22 @@ def minimize(
     clip_norm: float | None,
     settle: Callable[[], None],
 ) -> Result:
-    """The module's result, by whose loss the optimizer has made a step. No gradients are left.
+    """The module's result, by whose loss the optimizer has made a step. No gradients are left, whatever is raised: those of half a
+    backward pass, or of a step that was refused, would be added to the next one's.
 
-    settle: called before what must not be interrupted. UsageError where the result has no loss: nothing was accumulated then.
+    settle: called before what must not be interrupted. UsageError where the result has no loss.
     """
     loss = _Loss(engine, program, site, operands)
-    if optimizer.search is not None:
-        optimizer.search(loss.accumulate, clip_norm)
-        return loss.first
-    loss.accumulate()
-    settle()
-    optimizer.step(clip_norm)
+    try:
+        if optimizer.search is not None:
+            optimizer.search(loss.accumulate, clip_norm)
+            return loss.first
+        loss.accumulate()
+        settle()
+        optimizer.step(clip_norm)
+    except BaseException:
+        optimizer.zero_grad()
+        raise
     optimizer.zero_grad()
     return loss.first
 

@@ -52,6 +52,34 @@ def make_that_naps():
     return Napping(3, 2).double()
 
 
+def make_that_fails_late():
+    """Its backward pass raises, if it is told to, when the gradients of some parameters have been added and those of others have not."""
+    import torch
+
+    class Checked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, is_bad):
+            ctx.is_bad = is_bad
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, bar):
+            if ctx.is_bad:
+                raise ValueError("bad 42")
+            return bar, None
+
+    class Late(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+
+        def forward(self, x, is_bad=False):
+            return self.last(Checked.apply(self.first(x), is_bad)).pow(2).mean()
+
+    torch.manual_seed(0)
+    return Late().double()
+
+
 def make_keras(dtype="float64"):
     import keras
 
