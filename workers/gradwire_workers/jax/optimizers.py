@@ -92,7 +92,9 @@ class OptaxOptimizer:
         except Exception as error:
             if isinstance(error, TypeError) and "missing" in str(error) and "update" in str(error):
                 raise UsageError(
-                    f"{self._name} wants to evaluate the loss itself, which is not here: {error}"
+                    f"{self._name} wants to evaluate the loss itself, and is given gradients alone: {error}. optax.lbfgs does without "
+                    "it as linesearch=None. Or keep the parameters and the optimizer in the program that calls: apply, params = "
+                    "gw.jax.functional(net), with value_fn=lambda params: apply(params, ...)"
                 ) from error
             if not needs_values(error) or (self._looks_at_rate and self._schedule is None):
                 raise
