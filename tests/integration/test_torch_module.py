@@ -397,6 +397,25 @@ def test_two_parameters_for_a_part_under_two_names(worker_of: Workers) -> None:
     net(X.float())
 
 
+def test_a_copy_of_a_module_and_its_optimizer_goes_on_as_they_do(worker_of: Workers) -> None:
+    """Also where its parameters do not lie in C's order: a fused step takes moments as they lie."""
+    net = gw.torch.Module(worker_of("torch").module("torch.nn:Conv2d", 3, 4, 3))
+    net.to(memory_format=torch.channels_last)
+    pair = net, torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
+    x = torch.randn(2, 3, 5, 5)
+
+    def step(net: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        (net(x) ** 2).mean().backward()
+        optimizer.step()
+
+    step(*pair)
+    copied = copy.deepcopy(pair)
+    for each in (pair, copied):
+        step(*each)
+    torch.testing.assert_close(dict(copied[0].named_parameters()), dict(net.named_parameters()))
+
+
 def train_once(net: Any, x: Any) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net(x).pow(2).mean().backward()

@@ -30,8 +30,8 @@ def mlp() -> nn.Module:
 class Pair:
     """A module under management, and the same one beside it."""
 
-    def __init__(self) -> None:
-        self.net = mlp()
+    def __init__(self, net: nn.Module | None = None) -> None:
+        self.net = net or mlp()
         self.local = copy.deepcopy(self.net)
         self.program = engine.program(self.net, is_module=True)
         self.state = State(engine, lambda program: 0)
@@ -138,6 +138,26 @@ def test_an_optimizer_goes_on_from_its_state(target: str, kwargs: Any, make: Any
     for _ in range(3):
         step(third)
         pair.assert_same()
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
+def test_moments_from_a_file_lie_as_their_parameters_do(options: dict[str, Any]) -> None:
+    """Files of numpy's lay them in C's order, and a fused step takes memory as it lies."""
+    net = mlp()
+    net[0].weight = nn.Parameter(net[0].weight.detach().t().contiguous().t())
+    pair = Pair(net)
+    numbers = [pair.act("optimizer", "torch.optim:Adam", {"lr": 0.1, **options}) for _ in range(2)]
+    optimizer = torch.optim.Adam(pair.local.parameters(), lr=0.1, **options)
+    pair.accumulate()
+    for number in numbers[:1] * 2:
+        pair.act("step", number)
+        optimizer.step()
+    structure, leaves = flatten(pair.act("optimizer_state", numbers[0]), tensors.is_tensor)
+    in_order = [x.clone(memory_format=torch.contiguous_format) for x in leaves]
+    pair.act("load_optimizer_state", numbers[1], carried(fill(structure, in_order)))
+    pair.act("step", numbers[1])
+    optimizer.step()
+    pair.assert_same()
 
 
 def as_from_a_file(tree: Any) -> Any:

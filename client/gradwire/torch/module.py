@@ -193,7 +193,9 @@ class Module(Fixed):
         memo.update({id(form): form for form in (self._training_form, self._evaluation_form)})
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         for p in copied.parameters():
-            if p.device.type == "cpu":
+            if (
+                p.device.type == "cpu" and p.is_contiguous()
+            ):  # or a copied optimizer's moments would lie otherwise
                 p.data = copied._training_form.resident(p.data, NAME)
         return copied
 

@@ -260,6 +260,8 @@ class TorchOptimizer:
             missing = sorted(names - set(group))
             if missing:
                 raise ValueError(f"It has no option {', '.join(missing)}")
+        for p, moments in self._optimizer.state.items():
+            moments.update({name: _laid_out_as(p, x) for name, x in moments.items()})
         for schedule, values in zip(self._schedules, state.get("schedules", [])):
             schedule.load_state_dict(_as_in(schedule.state_dict(), values))
 
@@ -319,6 +321,13 @@ def _with_plain_counts(state: Any) -> Any:
         kind = dict if isinstance(state, Counter) else type(state)
         return kind((name, _with_plain_counts(x)) for name, x in state.items())
     return list(map(_with_plain_counts, state)) if type(state) is list else state
+
+
+def _laid_out_as(p: Any, moment: Any) -> Any:
+    """As an optimizer makes its moments. Fused ones take memory as it lies, and files of numpy's or safetensors' lay all in C's order."""
+    if not isinstance(moment, torch.Tensor) or moment.shape != p.shape or moment.stride() == p.stride():
+        return moment
+    return torch.empty_like(p, dtype=moment.dtype, requires_grad=False).copy_(moment)
 
 
 def _as_in(own: Any, given: Any) -> Any:
