@@ -258,6 +258,22 @@ def test_nobody_listens(name: str, folder: Path, footprint: Callable[[], tuple[i
     assert footprint() == before
 
 
+def test_a_socket_that_this_process_may_not_reach_any_more(folder: Path) -> None:
+    listener = listen_tether(str(folder / "t"))
+    is_root, mode = os.geteuid() == 0, folder.stat().st_mode
+    os.chmod(folder, 0o700 if is_root else 0)
+    try:
+        if is_root:
+            os.seteuid(65534)
+        with pytest.raises(ConnectError, match=r"may not reach .*Permission denied.*os\.setuid"):
+            connect_tether(str(folder / "t"), 1)
+    finally:
+        if is_root:
+            os.seteuid(0)
+        os.chmod(folder, mode)
+        listener.close()
+
+
 def test_a_worker_that_does_not_accept_is_waited_for_until_the_deadline(folder: Path) -> None:
     listener = listen_tether(str(folder / "t"))
     listener.listen(0)

@@ -193,6 +193,11 @@ def connect_tether(path: str, timeout_s: float) -> Tether:
             except OSError as error:
                 if came_from_handler(error):
                     raise
+                if isinstance(error, PermissionError):
+                    raise ConnectError(
+                        f"this process may not reach the worker's socket {path}: {error}. Has it given up rights since "
+                        "connect() (os.setuid, os.seteuid)? Let it do so before"
+                    ) from error
                 if not isinstance(error, BlockingIOError):
                     raise ConnectError(f"no worker listens at {path}: {error}") from error
                 if time.monotonic() > deadline:  # its backlog is full
