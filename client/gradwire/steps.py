@@ -101,6 +101,6 @@ class Steps:
 def together(took_ns: int, under_way: int) -> int:
     """How many answers may come together, of a step whose like took so long (0: unknown) and before which so many are under way. Pure.
 
-    At most half of those that are under way then: the worker goes on with the others while their sender is woken.
+    At most half of those that are under way with this one: the worker goes on with the others while their sender is woken, and makes new ones.
     """
-    return min(TOGETHER, (under_way + 2) // 2) if 0 < took_ns < QUICK_NS else 0
+    return min(TOGETHER, (under_way + 1) // 2) if 0 < took_ns < QUICK_NS else 0
