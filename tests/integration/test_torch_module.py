@@ -8,6 +8,7 @@ import io
 import itertools
 import pathlib
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -771,3 +772,47 @@ def test_buffers_of_the_caller_that_become_wider(worker_of: Workers) -> None:
     for _ in range(2):
         net(x)
     torch.testing.assert_close(next(net.buffers()), 2 * x.mean(0), rtol=1e-12, atol=1e-12)
+
+
+SHARDED = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+import gradwire as gw, in_torch
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+x = torch.linspace(-1, 1, 48).reshape(8, 6)
+with gw.connect() as bridge:
+    remote = bridge.worker("torch", python=sys.argv[1], path=[sys.argv[2]], threads=1).module("in_torch:make_block", [6, 64, 64, 4])
+    after = []
+    for net in (gw.torch.Module(remote), in_torch.make_block([6, 64, 64, 4])):
+        model = fully_shard(torch.nn.Sequential(net, torch.nn.Identity()), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+        after.append({name: p.full_tensor().detach() for name, p in model.named_parameters()})
+    for name, p in after[1].items():
+        torch.testing.assert_close(after[0][name], p, msg=name)
+    try:
+        gw.torch.Module(remote)(distribute_tensor(x, mesh, [Replicate()]))
+    except gw.UnsupportedTensorError as error:
+        print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_its_parameters_may_be_sharded(torch_python: str) -> None:
+    """FSDP gathers them for each forward, and frees them behind it: `fully_shard`, here over one process."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHARDED, torch_python, str(TARGETS)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert "a DTensor is spread over several processes" in done.stdout, done.stderr

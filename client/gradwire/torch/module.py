@@ -93,6 +93,8 @@ class Module(Fixed):
         """The remote's result at these arguments and this module's parameters."""
         self._check_modes()
         parameters = self._own_parameters()
+        if not torch.compiler.is_dynamo_compiling() and _is_distributed():
+            parameters = {name: _copied_if_gathered(x) for name, x in parameters.items()}
         buffers = {name: _at(first) for name, (first, *_) in self._buffer_places.items()}
         form = self._form
         given: tuple[Any, ...] = (parameters,) if form.owns_parameters else ()
@@ -264,3 +266,18 @@ def _at(place: Place) -> Any:
 
 def _register(place: Place, x: Any) -> None:
     place.part.register_parameter(place.key, x)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _copied_if_gathered(x: torch.Tensor) -> torch.Tensor:
+    """FSDP gathers parameters for a forward, and frees them behind it: torch forbids that of memory that numpy has seen, as it does what is sent.
+
+    Those in the bridge's shared memory are never freed so.
+    """
+    try:
+        return x.clone() if x.untyped_storage().resizable() else x
+    except NotImplementedError:  # of torch.func's, around another one
+        return x

@@ -126,6 +126,11 @@ def _what(x: Any) -> str | None:
             "a masked tensor cannot be sent: its masked values would be taken for real ones. "
             "Send x.to_tensor(value), or x.get_data() and x.get_mask() as two arguments"
         )
+    if type(x).__name__ == "DTensor":
+        return (
+            "a DTensor is spread over several processes: send what this one has of it, x.to_local(), or all of it, x.full_tensor(). "
+            "(A module whose parameters fully_shard() has spread gathers them for its forward)"
+        )
     if type(x).__name__ == "FakeTensor":
         return "a fake tensor has no values to send. Use Remote.spec for shapes, or pass a real tensor"
     if _is_functional(x):
