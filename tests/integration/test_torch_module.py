@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import gradwire as gw
 
@@ -667,6 +668,14 @@ def test_a_hook_that_would_never_be_called_is_refused(pair: Any) -> None:
     ):
         with pytest.raises(gw.UsageError, match="a hook here would never be called"):
             attempt()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(gw.UsageError, match="has no parameter 'weight_orig' in the worker"):
+        prune.l1_unstructured(part, "weight", 0.5)
+    assert net.state_dict().keys() == before.keys()
+    torch.nn.utils.parametrizations.orthogonal(part)
+    net(X).sum().backward()
+    torch.nn.utils.parametrize.remove_parametrizations(part, "weight")
+    assert net.state_dict().keys() == before.keys()
     seen: list[Any] = []
     net.register_forward_hook(lambda module, given, result: seen.append(result))
     y = net(X)

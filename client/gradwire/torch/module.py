@@ -87,6 +87,8 @@ class Module(Fixed):
             for n in every:
                 places[n].part.register_buffer(places[n].key, explicit[name], persistent=n in has.persistent)
         self._parts = tuple(part for part in self.modules() if isinstance(part, Part))
+        for part in self._parts:
+            part.own = frozenset(part._parameters)
         self.train(remote.training is not False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,21 @@ class Fixed(torch.nn.Module):
 
 
 class Part(Fixed):
-    """Holds tensors, and parts; cannot be called. So hooks are refused, which would never be (pruning makes one, too)."""
+    """Holds tensors, and parts; cannot be called. So hooks are refused, which would never be, and further parameters, which the worker would
+    not know. (Pruning makes both.)
+
+    own: the names of its parameters, once all of them are here.
+    """
+
+    own: frozenset[str] | None = None
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if self.own is not None and name not in self.own:
+            raise UsageError(
+                f"this part of a gradwire module has no parameter {name!r} in the worker, which would go on without it. Prune or "
+                "extend the module in the factory that makes it in the worker (torch.nn.utils.parametrizations work here, too)"
+            )
+        super().register_parameter(name, param)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={tuple(x.shape)}" for name, x in self.named_parameters(recurse=False))
