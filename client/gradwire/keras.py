@@ -161,6 +161,10 @@ class Layer(keras.layers.Layer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_weights:
             self._build_remote(args, kwargs)
+        if "_tree" not in kwargs and _has_both(args, kwargs):
+            context = {name: kwargs.pop(name) for name in ("training",) if name in kwargs}
+            structure, tensors = flatten([list(args), kwargs], _is_symbolic_leaf)
+            return super().__call__(*tensors, _tree=_Untracked(structure), **context)
         return super().__call__(*args, **kwargs)
 
     def _build_remote(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,7 +178,8 @@ class Layer(keras.layers.Layer):
 
     # ---- Calls -------------------------------------------------------------------------------------------------------
 
-    def call(self, *args: Any, training: Any = None, **kwargs: Any) -> Any:
+    def call(self, *args: Any, training: Any = None, _tree: _Untracked | None = None, **kwargs: Any) -> Any:
+        args, kwargs = _given(args, kwargs, _tree)
         if keras.backend.backend() == "torch" and in_symbolic_scope():
             return self._probe(args, training, kwargs)
         functional, own, moving = self._at(training)
@@ -221,8 +226,11 @@ class Layer(keras.layers.Layer):
                 f"become. Have the factory make it in {kind}, or leave it in the worker (buffers='worker')"
             )
 
-    def compute_output_spec(self, *args: Any, training: Any = None, **kwargs: Any) -> Any:
+    def compute_output_spec(
+        self, *args: Any, training: Any = None, _tree: _Untracked | None = None, **kwargs: Any
+    ) -> Any:
         """By asking the worker once for each signature; nothing runs there for real."""
+        args, kwargs = _given(args, kwargs, _tree)
         functional, own, moving = self._at(training)
         own = {n: self._as_computed(v, v, _of_dtype) for n, v in own.items()}
         state = [own, moving] if self._explicit else [own]
@@ -357,6 +365,21 @@ class _Untracked:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def _has_both(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether there are constants beside tensors, which Keras refuses where a layer's signature does not name its arguments."""
+    kinds = {
+        _is_symbolic_leaf(x)
+        for x in keras.tree.flatten([list(args), [x for name, x in kwargs.items() if name != "training"]])
+        if x is not None
+    }
+    return len(kinds) == 2
+
+
+def _given(args: Any, kwargs: dict[str, Any], tree: _Untracked | None) -> tuple[Any, dict[str, Any]]:
+    """The arguments as they were given, of which Keras has seen the tensors alone if there is a tree."""
+    return (args, kwargs) if tree is None else fill(tree.value, list(args))
 
 
 def _variable_names(names: Iterable[str]) -> dict[str, str]:

@@ -265,6 +265,27 @@ def test_frozen_parts_stay_in_the_worker(worker_of: Workers) -> None:
     assert layer(X[:, :5].astype("float32")).shape == (16, 4)
 
 
+def test_tensors_and_settings_in_one_call(worker_of: Workers) -> None:
+    """Keras refuses them beside each other where a layer's signature does not name its arguments."""
+    remote = worker_of("torch").module("in_torch:Attending")
+    layer, x = gw.keras.Layer(remote), X[:, :4].astype("float32")
+    mask, shift = (x > 0).astype("float32"), np.ones((16, 4), "float32")
+
+    def call(x: Any, mask: Any, shift: Any, **mode: Any) -> Any:
+        options = {"shift": shift, "scale": 3, "unused": None}
+        return layer(x, 2.0, mask=mask, options=options, as_tuple=False, **mode)
+
+    expected = remote(x, 2.0, mask=mask, options={"shift": shift, "scale": 3}, as_tuple=False)
+    np.testing.assert_allclose(call(x, mask, shift, training=True), expected, rtol=1e-6)
+    inputs = [keras.Input((4,)) for _ in range(3)]
+    model = keras.Model(inputs, call(*inputs))
+    np.testing.assert_allclose(model.predict([x, mask, shift], batch_size=7, verbose=0), expected, rtol=1e-6)
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    before = model.evaluate([x, mask, shift], shift, verbose=0)
+    model.fit([x, mask, shift], shift, epochs=3, verbose=0)
+    assert model.evaluate([x, mask, shift], shift, verbose=0) < before
+
+
 # ---- What is not copied again -------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,22 @@ class Shared(nn.Module):
         return self.layers(self.norm(x))
 
 
+class Attending(nn.Linear):
+    """Takes what models of transformers take: tensors and settings, by place, by name and in a tree."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(4, 4)
+
+    def forward(self, x, times=1.0, *, mask=None, options=None, as_tuple=True):
+        y = super().forward(x) * times
+        if mask is not None:
+            y = y * mask
+        if options is not None:
+            y = y + options["shift"] * options["scale"]
+        return (y,) if as_tuple else y
+
+
 class Versioned(nn.Linear):
     """A state that is not all tensors."""
 
