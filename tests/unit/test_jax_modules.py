@@ -916,9 +916,17 @@ def test_an_optimizers_state_goes_round(target: Any) -> None:
         optimizer.step()
     agree(one.parameters().values(), other.parameters().values(), 0)
     before = b.state_dict()
-    for wrong in ({}, {**before, "state": []}, {**before, "state": [{"count": np.zeros(3)}]}):
+    for wrong in (
+        {},
+        {**before, "state": []},
+        {**before, "state": [{"count": np.zeros(3)}]},
+        {**before, "options": [{"weight_decay": 0.1}]},  # of adamw, whose arrays have the same names
+        {**before, "options": [None]},
+        {**before, "steps": None},
+    ):
         with pytest.raises(UsageError, match="nothing was loaded"):
             b.load_state_dict(wrong)
+        assert b.state_dict()["options"] == before["options"]
     sgd = other.optimizer(optax.sgd, settings)
     with pytest.raises(UsageError, match="nothing was loaded"):
         sgd.load_state_dict(before)

@@ -229,13 +229,18 @@ def test_state_goes_to_another_optimizer_and_what_does_not_fit_changes_nothing(
         two.load_state_dict({"groups": [], "scheduled": None})
     with pytest.raises(UsageError, match="is what its state_dict"):
         two.load_state_dict([1])
-    broken = {**state, "groups": [{**state["groups"][0], "variables": {}}]}
+    (group,), variables = state["groups"], state["groups"][0]["variables"]
     fresh = {n: np.asarray(v) for n, v in two.state_dict()["groups"][0]["variables"].items()}
-    with pytest.raises(UsageError, match="missing"):
-        two.load_state_dict(broken)
-    assert all(
-        (np.asarray(v) == fresh[n]).all() for n, v in two.state_dict()["groups"][0]["variables"].items()
-    )
+    for broken, said in [
+        ({**group, "variables": {}}, "missing"),
+        ({"variables": variables}, "KeyError"),
+        ({**group, "options": {"learning_rate": "fast"}}, "ValueError"),
+        ({**group, "variables": {**variables, "iteration": None}}, "ValueError"),
+    ]:
+        with pytest.raises(UsageError, match=f"nothing was loaded.*{said}"):
+            two.load_state_dict({**state, "groups": [broken]})
+        now = two.state_dict()["groups"][0]["variables"]
+        assert all((np.asarray(v) == fresh[n]).all() for n, v in now.items())
     two.load_state_dict(state)
     assert_agree(train(program, two, 2, 3), wanted)
 

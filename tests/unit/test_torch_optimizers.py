@@ -252,6 +252,11 @@ def forgotten(optimizer: torch.optim.Optimizer) -> None:
         ("load_optimizer_state", ({"state": {}, "param_groups": [{}]},), "what its state_dict"),
         (
             "load_optimizer_state",
+            ({"state": {}, "param_groups": [{"params": ["weight"]}]},),
+            "nothing was loaded, for this is no optimizer's state",
+        ),
+        (
+            "load_optimizer_state",
             ({**torch.optim.Adam(mlp().parameters()).state_dict(), "schedules": []},),
             "of another optimizer or module. It has no option dampening, momentum",
         ),

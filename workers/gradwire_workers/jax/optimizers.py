@@ -275,15 +275,27 @@ class OptaxOptimizer:
     def load_state_dict(self, state: Any) -> None:
         if not isinstance(state, dict) or not {"state", "options", "steps", "scheduled_at"} <= set(state):
             raise self._unfit("it is not what state_dict() of such an optimizer gave")
-        given, options = state["state"], state["options"]
+        try:
+            states, groups = self._as_given(state["state"], state["options"])
+            steps, scheduled_at = int(state["steps"]), int(state["scheduled_at"])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self._unfit(str(error)) from error
+        self._states, self._groups, self._following = states, groups, []
+        self._steps, self._scheduled_at = steps, scheduled_at
+        self._compiled = jax.jit(self._updated)
+
+    def _as_given(self, given: Any, options: Any) -> tuple[list[Any], list[Group]]:
+        """UsageError also for options that this optimizer does not have, with which it could make no step."""
         if len(given) != len(self._states) or len(options) != len(self._states):
             raise self._unfit(f"it has {len(given)} groups of parameters and this one {len(self._states)}")
         states = [self._filled(*pair) for pair in zip(self._states, given)]
-        self._states = states
-        self._groups = [Group(g.names, {**g.options, **new}) for g, new in zip(self._groups, options)]
-        self._following = []
-        self._steps, self._scheduled_at = int(state["steps"]), int(state["scheduled_at"])
-        self._compiled = jax.jit(self._updated)
+        groups = [Group(g.names, {**g.options, **new}) for g, new in zip(self._groups, options)]
+        for group in groups:
+            try:
+                self._transformation(group, None)
+            except UsageError as error:
+                raise self._unfit(str(error)) from error
+        return states, groups
 
     def _filled(self, old: Any, given: Any) -> Any:
         tree = Tree(old)

@@ -221,10 +221,9 @@ def problems_of_state(variables: Mapping[str, Any], state: Mapping[str, Any], st
         hint = "" if variables else " (the module has no variables yet: call it once)"
         found.append(f"unexpected: {', '.join(unexpected)}{hint}")
     for name in variables:
-        value = state.get(name)
-        if value is None:
+        if name not in state:
             continue
-        want, have = value_of(variables[name]), tf.convert_to_tensor(value)
+        want, have = value_of(variables[name]), tf.convert_to_tensor(state[name])
         if tuple(have.shape) != tuple(want.shape):
             found.append(f"{name} has shape {tuple(want.shape)}, not {tuple(have.shape)}")
         elif have.dtype != want.dtype:

@@ -285,7 +285,10 @@ class TensorFlowOptimizer:
 
     def load_state_dict(self, state: Any) -> None:
         self._build()
-        state = self._checked_state(state)
+        try:
+            state = self._checked_state(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._refused(f"{type(error).__name__}: {error}") from error
         for group, given in zip(self._groups, state["groups"]):
             for name, variable in group.variables().items():
                 variable.assign(given["variables"][name])
@@ -293,7 +296,7 @@ class TensorFlowOptimizer:
             if self._schedule is None and _LEARNING_RATE in given["options"]:
                 group.set_learning_rate(given["options"][_LEARNING_RATE])
         if self._schedule is not None:
-            self._scheduled = int(state["scheduled"])
+            self._scheduled = state["scheduled"]
             self._follow()
 
     def _checked_state(self, state: Any) -> dict[str, Any]:
@@ -314,7 +317,9 @@ class TensorFlowOptimizer:
             if problems:
                 raise self._refused("; ".join(problems))
             group.check_options({n: x for n, x in given["options"].items() if n != _LEARNING_RATE})
-        return {"groups": groups, "scheduled": _plain(state["scheduled"])}
+            float(given["options"].get(_LEARNING_RATE, 0))
+        scheduled = _plain(state["scheduled"])
+        return {"groups": groups, "scheduled": None if scheduled is None else int(scheduled)}
 
     def _refused(self, why: str) -> UsageError:
         return UsageError(

@@ -197,9 +197,14 @@ class TorchOptimizer:
         return {**self._optimizer.state_dict(), "schedules": schedules}
 
     def load_state_dict(self, state: Any) -> None:
-        self._check_state(state)
-        state = self._as_own(state)
-        self._check_moments(state)
+        try:
+            self._check_state(state)
+            state = self._as_own(state)
+            self._check_moments(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"{self._name}: nothing was loaded, for this is no optimizer's state. {error}"
+            ) from error
         before = deepcopy(self.state_dict())
         try:
             self._load(state)
