@@ -473,10 +473,17 @@ def hooked() -> nn.Module:
     return net
 
 
+def tied_by_memory() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight.data = net[0].weight.data.t()
+    return net
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (hooked, "weight has a hook"),
+        (tied_by_memory, "0.weight and 1.weight are two tensors in the same memory"),
         (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "compiled by TorchScript"),
         (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet"),
         (lambda: nn.DataParallel(nn.Linear(4, 4)), "copies its parameters to devices"),

@@ -406,3 +406,20 @@ def _check(module: Any) -> None:
             raise UsageError(
                 f"{name} has no shape yet: call the module once with an example, so that its lazy parts are made"
             )
+    _check_memory(module)
+
+
+def _check_memory(module: Any) -> None:
+    """Raises UsageError where a parameter that learns has the memory of another tensor of the module.
+
+    A step moves both, as long as both are there: the caller has copies, which would part without a word.
+    """
+    seen: dict[int, tuple[str, Any]] = {}
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        address = x.data_ptr() if x.layout is torch.strided else 0
+        other, first = seen.setdefault(address, (name, x)) if address else (name, x)
+        if other != name and (x.requires_grad or first.requires_grad):
+            raise UsageError(
+                f"{other} and {name} are two tensors in the same memory (by x.data = y.data, say), and the caller, who has copies, would "
+                "train them apart. Make them one parameter (part.weight = other.weight), or let the worker own the parameters"
+            )
