@@ -243,6 +243,9 @@ def test_state_goes_to_another_optimizer_and_what_does_not_fit_changes_nothing(
         assert all((np.asarray(v) == fresh[n]).all() for n, v in now.items())
     two.load_state_dict(state)
     assert_agree(train(program, two, 2, 3), wanted)
+    traced = [dict(each._traced) for each in two._groups]
+    two.load_state_dict(state)  # with the same options: a trace for each load would take memory for good
+    assert [each._traced for each in two._groups] == traced and all(traced)
 
 
 # ---- Frozen parts ----------------------------------------------------------------------------------------------------

@@ -93,10 +93,12 @@ class Group:
             raise UsageError(f"{self._name}: set({_shown(options)}): {error}") from error
 
     def set(self, options: Mapping[str, Any]) -> None:
+        known = self.options()
+        new = {name: value for name, value in options.items() if value != known.get(name)}
         for optimizer, own in self._owned_options():
-            for name, value in _among(options, own).items():
+            for name, value in _among(new, own).items():
                 setattr(optimizer, name, value)
-        if set(options) != {_LEARNING_RATE}:
+        if set(new) - {_LEARNING_RATE}:
             self._traced.clear()  # the others are constants of what was traced
 
     def set_learning_rate(self, value: Any) -> None:
