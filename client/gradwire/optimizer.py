@@ -83,7 +83,7 @@ class Optimizer:
         future by then, the next call, verb or `submit` raises it, once.
 
         Of the arguments a copy is taken at once, but for those in shared memory (`Bridge.empty`), which must not be written until the
-        step is done. At most eight steps are under way: then this waits for the first of them. It also waits for futures among the
+        step is done. At most ten steps are under way: then this waits for the first of them. It also waits for futures among the
         arguments, and where steps cannot be under way (over tcp, while the bridge is traced), for the step itself. Arguments that cannot
         be sent, or want a gradient, raise at once, as in `minimize`.
         """

@@ -12,7 +12,7 @@ from __future__ import annotations
 __all__ = ["PAUSE_S", "Pauses"]
 
 PAUSE_S = 300e-6
-MANY = 9
+MANY = 11
 """Calls under way after a pause that make it pay: more than there are steps of optimizers."""
 REST, SHORT_REST = 256, 16
 """Answers between two trials: then a pause in vain is some microsecond an answer. After one that paid it may be chance."""

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StepFuture", "Steps", "together"]
 
-UNDER_WAY = 8
-"""Steps under way at most. Two keep the worker busy; with a hundred it reads what has left its caches long ago (1.4 times the time)."""
+UNDER_WAY = 10
+"""Steps under way at most. Two keep the worker busy, and answers that come together are always less than half of ten; with a hundred the worker reads
+what has left its caches long ago (1.4 times the time)."""
 QUICK_NS, TOGETHER = 1_000_000, 4
 """Nanoseconds of a step whose answer may wait for that of the next; so many answers come together at most."""
 
