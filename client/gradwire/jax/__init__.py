@@ -184,12 +184,11 @@ def functional(remote: Remote, owner: str = "caller", buffers: str = "worker") -
     """
     check_remote(remote)
     check_owner("functional", owner, buffers)
-    with (
-        jax.ensure_compile_time_eval()
-    ):  # in a traced program it is called for the sake of a seed, and reads no tracers
-        return (
-            _owned_by_worker(remote) if owner == "worker" else _owned_by_caller(remote, buffers == "explicit")
-        )
+    # A traced program calls this for the sake of a traced seed: what is read here is none of its values.
+    with jax.ensure_compile_time_eval():
+        if owner == "worker":
+            return _owned_by_worker(remote)
+        return _owned_by_caller(remote, buffers == "explicit")
 
 
 def _owned_by_caller(remote: Remote, buffers: bool) -> tuple[Any, ...]:
